@@ -1,0 +1,125 @@
+//! Transports move bytes between ranks; they know nothing of collectives.
+//!
+//! The model is the one of RDMA: a rank *exposes* a landing area, tells its peer
+//! about it in a control frame (the *grant*), and the peer *writes* into it. Nothing
+//! lands in memory that was not exposed for that very write.
+
+use crate::error::Result;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Two lanes between every pair of ranks: small urgent messages never queue behind bulk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Lane {
+    /// Control frames, statistics, sketches, barriers. Served first.
+    Urgent = 0,
+    /// Gradient buckets.
+    Bulk = 1,
+}
+
+/// Memory that somebody else keeps alive and in place (see `engine::Region`).
+#[derive(Debug, Clone, Copy)]
+pub struct RawSpan {
+    /// First byte.
+    pub ptr: *mut u8,
+    /// Length in bytes.
+    pub len: usize,
+}
+
+// SAFETY: a RawSpan is only an address; whoever dereferences it vouches for it. The engine
+// keeps the owner of the memory alive until the transport has reported `Sent`/`Arrived`,
+// or has confirmed `withdraw`/`cancel`.
+unsafe impl Send for RawSpan {}
+
+/// Names a landing area towards the peer: what a grant carries (TCP: a landing number;
+/// verbs: remote address and rkey). Opaque to all but the transport that made it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct LandingKey(pub [u64; 2]);
+
+/// Chosen by the caller of [`Transport::write`], returned in [`Event::Sent`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct WriteId(pub u64);
+
+/// Longest control frame, in bytes; longer data goes through a grant.
+pub const MAX_CONTROL_BYTES: usize = 8192;
+
+/// What a poll reports.
+#[derive(Debug)]
+pub enum Event {
+    /// A control frame from `peer`, in the order in which the peer sent them.
+    Control {
+        /// Sender.
+        peer: usize,
+        /// The frame, at most [`MAX_CONTROL_BYTES`].
+        frame: Box<[u8]>,
+    },
+    /// All bytes of the peer's write are in the landing area, which is no longer exposed.
+    Arrived {
+        /// Writer.
+        peer: usize,
+        /// The landing area.
+        key: LandingKey,
+    },
+    /// The source of this write may be reused.
+    Sent {
+        /// The write.
+        id: WriteId,
+    },
+    /// The peer said goodbye, and everything that it had sent has been reported.
+    Departed {
+        /// Who left.
+        peer: usize,
+    },
+    /// The peer is gone without a goodbye, or broke the protocol. Reported once.
+    Lost {
+        /// Who is gone.
+        peer: usize,
+        /// errno in words, "connection closed", ...
+        cause: String,
+    },
+}
+
+/// Ends a blocking [`Transport::poll`] from any thread.
+pub trait Wake: Send + Sync {
+    /// Never blocks.
+    fn wake(&self);
+}
+
+/// A way to move bytes. Driven by one thread at a time; no call but `poll` waits.
+/// Ranks are world ranks; a transport is never asked to talk to its own rank.
+pub trait Transport: Send {
+    /// "tcp", "loopback", ...
+    fn name(&self) -> &'static str;
+
+    /// Largest single write that is sensible, in bytes: the executor cuts messages to it.
+    fn chunk_bytes(&self, lane: Lane) -> usize;
+
+    /// Lets `peer` write exactly `landing.len` bytes, once.
+    fn expose(&mut self, peer: usize, lane: Lane, landing: RawSpan) -> Result<LandingKey>;
+
+    /// Takes back a landing area. When this returns, nothing will be written to it any more
+    /// (bytes that still come are discarded).
+    fn withdraw(&mut self, peer: usize, key: LandingKey);
+
+    /// Queues a control frame on the urgent lane. To a peer that is lost: silently dropped.
+    fn control(&mut self, peer: usize, frame: &[u8]);
+
+    /// Queues a write of `source` into the peer's landing area. The caller keeps `source`
+    /// alive and unchanged until `Sent` or until [`Transport::cancel`] returns.
+    fn write(&mut self, peer: usize, lane: Lane, key: LandingKey, source: RawSpan, id: WriteId);
+
+    /// Forgets writes for which `which` holds. When this returns, their sources are not read
+    /// any more, and no `Sent` comes. (A frame that is half on the wire is completed from a copy.)
+    fn cancel(&mut self, which: &dyn Fn(WriteId) -> bool);
+
+    /// Moves bytes, waits up to `wait` if there is nothing to do, appends what happened.
+    fn poll(&mut self, wait: Duration, events: &mut Vec<Event>) -> Result<()>;
+
+    /// Ends a poll early.
+    fn waker(&self) -> Arc<dyn Wake>;
+
+    /// Says goodbye to every peer, lets what is queued go out, closes. Returns when all is
+    /// closed or after `deadline`.
+    fn close(&mut self, deadline: Duration);
+}
