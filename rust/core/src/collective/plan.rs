@@ -97,3 +97,81 @@ pub struct Shape {
     /// Node of every rank of the group (for hierarchical plans).
     pub nodes: std::sync::Arc<[u32]>,
 }
+
+impl Span {
+    /// `len` elements of `space` from `start`.
+    pub const fn new(space: Space, start: usize, len: usize) -> Span {
+        Span { space, start, len }
+    }
+
+    /// The same elements of another memory.
+    pub const fn of(self, space: Space) -> Span {
+        Span { space, ..self }
+    }
+
+    /// Block `index` of `parts` that share this span as evenly as possible: the first ones
+    /// are one element longer, and with fewer elements than parts the last ones are empty.
+    pub fn block(self, parts: usize, index: usize) -> Span {
+        let (each, longer) = (self.len / parts, self.len % parts);
+        let start = self.start + index * each + index.min(longer);
+        Span { space: self.space, start, len: each + usize::from(index < longer) }
+    }
+
+    /// Chunk `index` of at most `chunk` elements, if the span reaches that far.
+    pub fn chunk(self, chunk: usize, index: usize) -> Option<Span> {
+        let chunk = chunk.max(1);
+        let skip = index.checked_mul(chunk).filter(|&skip| skip < self.len)?;
+        Some(Span { space: self.space, start: self.start + skip, len: chunk.min(self.len - skip) })
+    }
+
+    /// All chunks of at most `chunk` elements, none for an empty span.
+    pub fn chunks(self, chunk: usize) -> impl Iterator<Item = Span> + Send {
+        (0..).map_while(move |index| self.chunk(chunk, index))
+    }
+
+    /// What a message sent from this span carries.
+    pub const fn kind(self) -> Kind {
+        match self.space {
+            Space::Scratch => Kind::Accumulator,
+            Space::Input | Space::Output => Kind::Element,
+        }
+    }
+}
+
+impl Step {
+    /// `into = source`.
+    pub const fn copy(source: Source, into: Span) -> Step {
+        Step::Store { source, with: None, into, finish: false }
+    }
+
+    /// `into = with op source`.
+    pub const fn reduce(source: Source, with: Span, into: Span) -> Step {
+        Step::Store { source, with: Some(with), into, finish: false }
+    }
+
+    /// This store, with the division of averages added if it is the `last` one.
+    pub const fn finish_if(self, last: bool) -> Step {
+        match self {
+            Step::Store { source, with, into, .. } => Step::Store { source, with, into, finish: last },
+            send => send,
+        }
+    }
+}
+
+impl Shape {
+    /// Where partial results belong: an accumulation type that is wider than the element's
+    /// must not be rounded on the way.
+    pub fn partial(&self) -> Space {
+        if self.widen { Space::Scratch } else { Space::Output }
+    }
+
+    /// The rank `ahead` places further round the ring.
+    pub const fn after(&self, ahead: usize) -> usize {
+        (self.rank + ahead % self.size) % self.size
+    }
+
+    /// The rank `back` places behind on the ring.
+    pub const fn before(&self, back: usize) -> usize {
+        (self.rank + self.size - back % self.size) % self.size
+    }
+}
