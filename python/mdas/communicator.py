@@ -1,0 +1,151 @@
+"""What the optimizer exchanges through: a small protocol, mdas's own core, and nothing at all.
+
+The optimizer knows no more of a network than this protocol. Every rank of the group makes the same
+calls in the same order per lane; `tag` travels with the call, so that a rank which is out of step is
+told so instead of being given somebody else's bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from mdas import _core
+
+Lane = Literal["bulk", "urgent"]
+Op = Literal["sum", "average", "min", "max", "product"]
+
+
+class Work(Protocol):
+    """An operation under way. Its tensors must be neither written nor freed before it is done."""
+
+    def done(self) -> bool:
+        """True once the output may be read. Never blocks."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Blocks until done, without holding the GIL; `timeout` in seconds of no progress
+        (None: the group's own). Raises what the operation failed with. May be called again."""
+        ...
+
+    def times(self) -> tuple[int, int, int] | None:
+        """(submitted, started, finished), in ns of one clock of this process; None while under way."""
+        ...
+
+
+class Communicator(Protocol):
+    """Asynchronous collectives within one group of ranks, on contiguous tensors.
+
+    `rank` and `size` count within the group. All operations but `memory` are collective.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed memory of shape (numel,) that the transport reaches without a copy."""
+        ...
+
+    def allreduce(
+        self, input: torch.Tensor, output: torch.Tensor, *, op: Op = "sum", lane: Lane = "bulk", tag: int = 0
+    ) -> Work:
+        """output = op over all ranks' inputs; same shape and dtype; in place if both are one tensor."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, root: int, *, lane: Lane = "bulk", tag: int = 0) -> Work:
+        """Every rank's tensor becomes that of `root`."""
+        ...
+
+    def allgather(
+        self, input: torch.Tensor, output: torch.Tensor, *, lane: Lane = "urgent", tag: int = 0
+    ) -> Work:
+        """output, of size * input.numel() elements, holds all ranks' inputs in rank order."""
+        ...
+
+
+class Done:
+    """The work of an operation that needed none."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        pass
+
+    def times(self) -> tuple[int, int, int] | None:
+        return None
+
+
+class AloneCommunicator:
+    """A group of one rank: every average is the rank's own value."""
+
+    rank = 0
+    size = 1
+
+    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype)
+
+    def allreduce(
+        self, input: torch.Tensor, output: torch.Tensor, *, op: Op = "sum", lane: Lane = "bulk", tag: int = 0
+    ) -> Work:
+        if output is not input:
+            output.copy_(input)
+        return Done()
+
+    def broadcast(self, tensor: torch.Tensor, root: int, *, lane: Lane = "bulk", tag: int = 0) -> Work:
+        return Done()
+
+    def allgather(
+        self, input: torch.Tensor, output: torch.Tensor, *, lane: Lane = "urgent", tag: int = 0
+    ) -> Work:
+        output.copy_(input)
+        return Done()
+
+
+class CoreCommunicator:
+    """A group of mdas's own engine.
+
+    `engine` is a `_core.Engine`, `group` the id of one of its groups (0: its world), in which this
+    process has rank `rank` of `size`.
+    """
+
+    def __init__(self, engine: _core.Engine, group: int, rank: int, size: int) -> None:
+        self._engine = engine
+        self._group = group
+        self.rank = rank
+        self.size = size
+
+    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        from mdas import _core
+
+        if numel == 0:
+            return torch.zeros(0, dtype=dtype)
+        return torch.frombuffer(_core.Memory(numel * dtype.itemsize), dtype=dtype)
+
+    def allreduce(
+        self, input: torch.Tensor, output: torch.Tensor, *, op: Op = "sum", lane: Lane = "bulk", tag: int = 0
+    ) -> Work:
+        return self._engine.allreduce(self._group, _view(input), _view(output), op, lane, tag, None)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, *, lane: Lane = "bulk", tag: int = 0) -> Work:
+        return self._engine.broadcast(self._group, _view(tensor), root, lane, tag, None)
+
+    def allgather(
+        self, input: torch.Tensor, output: torch.Tensor, *, lane: Lane = "urgent", tag: int = 0
+    ) -> Work:
+        return self._engine.allgather(self._group, _view(input), _view(output), lane, tag, None)
+
+
+def _view(tensor: torch.Tensor) -> _core.View:
+    """The tensor's memory, kept alive by the view."""
+    from mdas import _core
+
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise TypeError(f"a communicator takes contiguous CPU tensors, not {tensor.device} {tensor.stride()}")
+    name = str(tensor.dtype).removeprefix("torch.")
+    return _core.View.from_address(tensor.data_ptr(), tensor.numel(), name, tensor)

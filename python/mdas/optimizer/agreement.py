@@ -1,0 +1,85 @@
+"""Before the first step: do all ranks train the same model? Then they start from the same weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from mdas.communicator import Communicator
+from mdas.errors import MismatchError
+
+TAG = 0xFFFF_0001
+
+
+def require_agreement(communicator: Communicator, lines: Sequence[str]) -> None:
+    """Compares a description, line by line, with those of the other ranks.
+
+    Collective. Raises MismatchError on every rank, naming the first line in which a rank differs
+    from rank 0 and what both have there.
+    """
+    if communicator.size == 1:
+        return
+    text = "\n".join(lines).encode()
+    digest = hashlib.sha256(text).digest()
+    header = torch.tensor(list(digest + len(text).to_bytes(8, "little")), dtype=torch.uint8)
+    headers = [bytes(h.tolist()) for h in _gather(communicator, header)]
+    if len(set(headers)) == 1:
+        return
+    longest = max(int.from_bytes(h[32:], "little") for h in headers)
+    padded = torch.tensor(list(text.ljust(longest, b"\0")), dtype=torch.uint8)
+    texts = [bytes(t.tolist()).rstrip(b"\0").decode() for t in _gather(communicator, padded)]
+    for peer, theirs in enumerate(texts):
+        if theirs != texts[0]:
+            ours, other = _first_difference(texts[0].split("\n"), theirs.split("\n"))
+            raise MismatchError(
+                f"DistributedOptimizer: rank 0 has {ours}, but rank {peer} has {other}; all ranks must "
+                "build the same model, optimizer and options"
+            )
+    raise AssertionError("digests differ, texts do not")
+
+
+def broadcast_tensors(communicator: Communicator, tensors: Iterable[Tensor]) -> None:
+    """Every tensor, of any dtype, becomes that of rank 0. Collective."""
+    under_way = []
+    for tensor in tensors:
+        data = tensor.detach()
+        if not data.numel():
+            continue
+        flat = data if data.is_contiguous() else data.contiguous()
+        work = communicator.broadcast(flat.view(-1).view(torch.uint8), 0, tag=TAG)
+        under_way.append((data, flat, work))
+    for data, flat, work in under_way:
+        work.wait()
+        if flat is not data:
+            data.copy_(flat)
+
+
+def average_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> None:
+    """Every floating-point tensor becomes its average over the ranks. Collective."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel():
+            by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
+    for group in by_dtype.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        communicator.allreduce(flat, flat, op="average", tag=TAG).wait()
+        for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _gather(communicator: Communicator, own: Tensor) -> list[Tensor]:
+    everyone = torch.empty(communicator.size * own.numel(), dtype=own.dtype)
+    communicator.allgather(own, everyone, tag=TAG).wait()
+    return list(everyone.view(communicator.size, -1))
+
+
+def _first_difference(ours: list[str], theirs: list[str]) -> tuple[str, str]:
+    for a, b in zip(ours, theirs, strict=False):
+        if a != b:
+            return a, b
+    nothing = "nothing more"
+    common = min(len(ours), len(theirs))
+    return (ours[common:] or [nothing])[0], (theirs[common:] or [nothing])[0]

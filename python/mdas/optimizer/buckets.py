@@ -1,0 +1,96 @@
+"""Where gradients, averages and base weights lie.
+
+Parameters are packed into buckets, in reverse order of registration, since backward reaches them in
+about that order. A `Vector` holds one number per parameter element: a flat tensor per bucket for
+whatever treats all elements alike, and a view per parameter for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Every parameter starts on a cache line: kernels and copies then never share one.
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter lies: `numel` elements from `start` of bucket `bucket`."""
+
+    index: int
+    name: str
+    parameter: torch.nn.Parameter
+    bucket: int
+    start: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The parameter's part of a bucket, in the parameter's shape."""
+        return flat[self.start : self.start + self.parameter.numel()].view(self.parameter.shape)
+
+
+class Vector:
+    """One number per element of every parameter.
+
+    `flats[k]` is bucket k, 1-d, the padding between parameters included (always 0); `views[i]` is
+    parameter i of the layout, in its shape, sharing that memory.
+    """
+
+    __slots__ = ("flats", "views")
+
+    def __init__(self, flats: list[Tensor], places: Sequence[Place]) -> None:
+        self.flats = flats
+        self.views = [place.view(flats[place.bucket]) for place in places]
+
+    def copy_(self, other: Vector) -> None:
+        """Takes over the values of another vector of the same layout."""
+        torch._foreach_copy_(self.flats, other.flats)
+
+
+class Layout:
+    """The division of parameters into buckets; equal on all ranks.
+
+    `named` are (name, parameter) in order of registration; a bucket is closed when it holds
+    `capacity_bytes` or more.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], capacity_bytes: int) -> None:
+        self.places: list[Place] = []
+        self.sizes: list[tuple[int, torch.dtype]] = []
+        open_buckets: dict[torch.dtype, int] = {}
+        for name, parameter in reversed(named):
+            dtype = parameter.dtype
+            if dtype not in open_buckets:
+                open_buckets[dtype] = len(self.sizes)
+                self.sizes.append((0, dtype))
+            bucket = open_buckets[dtype]
+            start = self.sizes[bucket][0]
+            self.places.append(Place(len(self.places), name, parameter, bucket, start))
+            end = _align(start + parameter.numel(), ALIGNMENT_BYTES // dtype.itemsize)
+            self.sizes[bucket] = (end, dtype)
+            if end * dtype.itemsize >= capacity_bytes:
+                del open_buckets[dtype]
+        self.parameters = [place.parameter for place in self.places]
+        self.members: list[list[Place]] = [[] for _ in self.sizes]
+        for place in self.places:
+            self.members[place.bucket].append(place)
+
+    def vector(self, memory: Callable[[int, torch.dtype], Tensor] | None = None) -> Vector:
+        """A vector of zeros, in `memory(numel, dtype)` (default: plain memory)."""
+        memory = memory or (lambda numel, dtype: torch.zeros(numel, dtype=dtype))
+        return Vector([memory(numel, dtype) for numel, dtype in self.sizes], self.places)
+
+    def load(self, vector: Vector) -> None:
+        """The parameters take over the values of `vector`."""
+        torch._foreach_copy_(self.parameters, vector.views)
+
+    def save(self, vector: Vector) -> None:
+        """`vector` takes over the values of the parameters."""
+        torch._foreach_copy_(vector.views, [p.detach() for p in self.parameters])
+
+
+def _align(count: int, unit: int) -> int:
+    return -(-count // unit) * unit

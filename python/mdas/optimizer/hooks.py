@@ -1,0 +1,151 @@
+"""From `param.grad` to the wire: a hook per parameter fills buckets, full buckets are launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from mdas.communicator import Communicator, Work
+from mdas.optimizer.buckets import Layout, Place, Vector
+from mdas.optimizer.tally import Tally, TallyExchange
+
+
+@dataclass(slots=True)
+class Round:
+    """One step's gradient on its way to the average."""
+
+    gradient: Vector
+    """This rank's; read by the transport until `works` are done."""
+    average: Vector
+    """Of all ranks; complete once `works` are done."""
+    used: list[bool]
+    """Per parameter: has this rank a gradient? After `settle`: has any rank one?"""
+    works: list[Work] = field(default_factory=list)
+    """One per bucket launched, in bucket order."""
+    tally_work: Work | None = None
+    tally: Tally | None = None
+    hyper: list[dict[str, object]] | None = None
+    """The hyper-parameters of the step at which the gradient was taken."""
+
+    def settle(self, exchange: TallyExchange) -> None:
+        """Waits until average and tally have arrived. May be called again."""
+        for work in self.works:
+            work.wait()
+        if self.tally is None and self.tally_work is not None:
+            self.tally_work.wait()
+            self.tally, self.used = exchange.read()
+
+
+class Collector:
+    """Fills the slot of one round, and launches its buckets in bucket order.
+
+    The order of launches is the same on all ranks even where backward reaches parameters in
+    different orders: bucket k waits for the buckets before it.
+    """
+
+    def __init__(self, layout: Layout, communicator: Communicator) -> None:
+        self._layout = layout
+        self._communicator = communicator
+        self._round: Round | None = None
+        self._missing: list[int] = []
+        self._paused = False
+        self._refusal: str | None = None
+        self._handles: list[RemovableHandle] = [
+            place.parameter.register_post_accumulate_grad_hook(self._hook(place)) for place in layout.places
+        ]
+
+    def begin(self, round: Round) -> None:
+        """From now on gradients go into this round."""
+        self._round = round
+        self._missing = [len(members) for members in self._layout.members]
+
+    def finish(self) -> Round:
+        """Fills in what no hook has brought, launches the rest, and hands the round over.
+
+        Where no hook fired since the last step, `param.grad` counts as it stands, as it does for
+        any torch optimizer; where it is None, the gradient is 0 and the parameter unused.
+        """
+        round = self._current()
+        for place in self._layout.places:
+            if not round.used[place.index]:
+                gradient = place.parameter.grad
+                view = round.gradient.views[place.index]
+                if gradient is None:
+                    view.zero_()
+                else:
+                    view.copy_(gradient)
+                    round.used[place.index] = True
+        self._missing = [0] * len(self._missing)
+        self._launch(round)
+        self._round = None
+        return round
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Within it, backward only accumulates into `param.grad`."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    @contextmanager
+    def refuse(self, why: str) -> Iterator[None]:
+        """Within it, a backward pass raises RuntimeError(why)."""
+        before, self._refusal = self._refusal, why
+        try:
+            yield
+        finally:
+            self._refusal = before
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _current(self) -> Round:
+        if self._round is None:
+            raise RuntimeError("this mdas.DistributedOptimizer is closed")
+        return self._round
+
+    def _hook(self, place: Place) -> Callable[[Tensor], None]:
+        index, bucket = place.index, place.bucket
+
+        @torch.no_grad()
+        def copy(parameter: Tensor) -> None:
+            if self._paused:
+                return
+            if self._refusal is not None:
+                raise RuntimeError(self._refusal)
+            round = self._current()
+            if round.used[index]:
+                raise RuntimeError(
+                    f"parameter {place.name!r} got a second gradient before optimizer.step(): its first "
+                    "is already being exchanged. Accumulate over several backward passes under "
+                    "`with optimizer.no_sync():`, all but the last one; and call step() after every "
+                    "backward pass outside it."
+                )
+            gradient = parameter.grad
+            assert gradient is not None
+            round.gradient.views[index].copy_(gradient)
+            round.used[index] = True
+            self._missing[bucket] -= 1
+            if not self._missing[bucket]:
+                self._launch(round)
+
+        return copy
+
+    def _launch(self, round: Round) -> None:
+        """Launches every bucket that is full and whose predecessors are launched."""
+        while len(round.works) < len(self._missing) and not self._missing[len(round.works)]:
+            k = len(round.works)
+            round.works.append(
+                self._communicator.allreduce(
+                    round.gradient.flats[k], round.average.flats[k], op="average", lane="bulk", tag=k
+                )
+            )

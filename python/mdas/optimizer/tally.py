@@ -1,0 +1,68 @@
+"""The small exchange of statistics that accompanies each step.
+
+A tally is launched without waiting and read when the average of the same step is: one step later if
+that is delayed. It never shares a message with gradients, whose order of summation would change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from mdas.communicator import Communicator, Work
+
+TAG = 0xFFFF_0000
+
+
+@dataclass(slots=True)
+class Tally:
+    """Statistics of one step: what a rank contributes, or their sum over all ranks."""
+
+    spread: float = 0.0
+    """sum_i p_i |g_i - c|²: how far the ranks' gradients are from the shared prediction c."""
+    square: float = 0.0
+    """sum_i p_i |g_i|²"""
+    samples: float = 0.0
+    """Samples that the user reported with `observe`."""
+    loss: float = 0.0
+    """sum of loss times samples, over the ranks that reported one."""
+    weight: float = 0.0
+    """Samples behind `loss` (1 per rank that did not report any)."""
+    nonfinite: float = 0.0
+    """Number of ranks whose own gradient had a NaN or an infinity."""
+    exposed: float = 0.0
+    """Seconds for which ranks waited for communication in the step before."""
+    compute: float = 0.0
+    """Seconds between the end of the step before and the start of this one."""
+    bulk: float = 0.0
+    """Seconds for which the step before had buckets in flight."""
+    average_square: float = 0.0
+    """|gbar|² of the last average that arrived; from rank 0."""
+    error: float = 0.0
+    """|gbar - c|² of the last average that arrived; from rank 0."""
+
+
+_FIELDS = tuple(field.name for field in fields(Tally))
+
+
+class TallyExchange:
+    """One tally under way at a time, with a flag per parameter: was it used in this step?"""
+
+    def __init__(self, communicator: Communicator, parameters: int) -> None:
+        self._communicator = communicator
+        self._input = communicator.memory(len(_FIELDS) + parameters, torch.float64)
+        self._output = communicator.memory(len(_FIELDS) + parameters, torch.float64)
+
+    def launch(self, tally: Tally, used: Sequence[bool]) -> Work:
+        """Starts the exchange. The tally before must have been read."""
+        values = [getattr(tally, name) for name in _FIELDS]
+        values.extend(used)
+        self._input.copy_(torch.tensor(values, dtype=torch.float64))
+        return self._communicator.allreduce(self._input, self._output, op="sum", lane="urgent", tag=TAG)
+
+    def read(self) -> tuple[Tally, list[bool]]:
+        """The sum over all ranks, and which parameters any rank used; after the work is done."""
+        values = self._output.tolist()
+        return Tally(*values[: len(_FIELDS)]), [count > 0 for count in values[len(_FIELDS) :]]

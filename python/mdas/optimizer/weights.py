@@ -1,0 +1,138 @@
+"""Base weights in the module, for everything that must not see predicted ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from mdas.optimizer.buckets import Layout, Vector
+from mdas.optimizer.hooks import Collector
+from mdas.optimizer.update import weights_in
+
+_BACKWARD = (
+    "backward() while the module holds base weights: gradients for training are taken at the forward "
+    "weights. Leave base_weights(), or use torch.autograd.grad, which does not touch param.grad."
+)
+
+
+class BaseWeights:
+    """Lends the module its base weights, with the pending average applied.
+
+    Computed once per step, when first asked for; in memory of their own, so that what a caller keeps
+    (a state_dict, say) stays as it is.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        collector: Collector,
+        preview: Callable[[], Vector | None],
+    ) -> None:
+        self._module = module
+        self._layout = layout
+        self._collector = collector
+        self._preview = preview
+        self._weights: Vector | None = None
+        self._known = False
+        self._lent = False
+        self._forwards: list[Any] = []
+        self._handles = [
+            module.register_forward_pre_hook(_Hook(self._before_forward), prepend=True),
+            module.register_forward_hook(_Hook(self._after_forward), always_call=True),
+            module.register_state_dict_post_hook(_Hook(self._replace)),
+        ]
+
+    @property
+    def lent(self) -> bool:
+        """Does the module hold base weights at the moment?"""
+        return self._lent
+
+    def forget(self) -> None:
+        """A step has been made: what was computed is outdated."""
+        self._weights, self._known = None, False
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def lend(self) -> Iterator[None]:
+        """The module holds base weights; inner uses change nothing."""
+        weights = None if self._lent else self._get()
+        if weights is None:
+            yield
+            return
+        self._lent = True
+        try:
+            with weights_in(self._layout, weights), self._collector.refuse(_BACKWARD):
+                yield
+        finally:
+            self._lent = False
+            if torch.is_grad_enabled():
+                # A graph built on base weights must not meet the forward weights in its backward
+                # pass: autograd's own check for changed weights then says so.
+                torch.autograd.graph.increment_version(self._layout.parameters)
+
+    def _get(self) -> Vector | None:
+        if not self._known:
+            # Inference tensors would be of no use to whoever reads these weights later.
+            with torch.inference_mode(False), torch.no_grad():
+                self._weights = self._preview()
+            self._known = True
+        return self._weights
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        lending = None
+        if not module.training:
+            lending = self.lend()
+            lending.__enter__()
+        self._forwards.append(lending)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        lending = self._forwards.pop()
+        if lending is not None:
+            lending.__exit__(None, None, None)
+
+    def _replace(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """state_dict(): base weights instead of forward weights."""
+        if self._lent:
+            return
+        weights = self._get()
+        if weights is None:
+            return
+        views = dict(zip(map(id, self._layout.parameters), weights.views, strict=True))
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            key, view = prefix + name, views.get(id(parameter))
+            if view is not None and key in state:
+                kept_vars = isinstance(state[key], nn.Parameter)
+                state[key] = nn.Parameter(view, parameter.requires_grad) if kept_vars else view
+
+
+class _Hook:
+    """A hook that stays behind when the module is copied or pickled: the copy is nobody's to train."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _get_nothing, ()
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+def _get_nothing() -> Callable[..., None]:
+    return _nothing

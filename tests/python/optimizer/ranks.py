@@ -1,0 +1,138 @@
+"""Ranks as threads of one process, over an exchange in plain torch: sums in rank order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+DEADLINE = 60.0
+_REDUCE = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}
+
+
+class FakeNetwork:
+    """What the communicators of one group share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.calls: dict[tuple[str, int], list[Any]] = {}
+        self.changed = threading.Condition()
+        self.broken: BaseException | None = None
+        self.log: list[list[str]] = [[] for _ in range(size)]
+
+    def communicators(self) -> list[FakeCommunicator]:
+        return [FakeCommunicator(self, rank) for rank in range(self.size)]
+
+    def fail(self, error: BaseException) -> None:
+        with self.changed:
+            self.broken = self.broken or error
+            self.changed.notify_all()
+
+
+class FakeWork:
+    """Finished by whichever rank's call completes the set."""
+
+    def __init__(self, network: FakeNetwork) -> None:
+        self._network = network
+        self.finished = False
+        self.start = self.end = time.monotonic_ns()
+
+    def done(self) -> bool:
+        return self.finished
+
+    def wait(self, timeout: float | None = None) -> None:
+        network = self._network
+        with network.changed:
+            came = network.changed.wait_for(lambda: self.finished or network.broken, timeout or DEADLINE)
+            if not self.finished:
+                raise RuntimeError("a rank failed") if came else TimeoutError("a rank did not come")
+
+    def times(self) -> tuple[int, int, int] | None:
+        return (self.start, self.start, self.end) if self.finished else None
+
+
+class FakeCommunicator:
+    """One rank's end. The result appears when the last rank has called."""
+
+    def __init__(self, network: FakeNetwork, rank: int) -> None:
+        self._network = network
+        self.rank = rank
+        self.size = network.size
+        self._next = {"bulk": 0, "urgent": 0}
+
+    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype)
+
+    def allreduce(self, input, output, *, op="sum", lane="bulk", tag=0) -> FakeWork:
+        def combine(calls):
+            inputs = [call[0] for call in calls]
+            total = inputs[0].clone()
+            for x in inputs[1:]:
+                total = _REDUCE[op](total, x) if op in _REDUCE else total + x
+            if op == "average":
+                total = total / len(inputs)
+            for _, out in calls:
+                out.copy_(total)
+
+        return self._submit(f"allreduce {op} {input.dtype} {input.numel()} {tag}", lane, (input, output), combine)
+
+    def broadcast(self, tensor, root, *, lane="bulk", tag=0) -> FakeWork:
+        def combine(calls):
+            for rank, (out,) in enumerate(calls):
+                if rank != root:
+                    out.copy_(calls[root][0])
+
+        return self._submit(f"broadcast {root} {tensor.dtype} {tensor.numel()} {tag}", lane, (tensor,), combine)
+
+    def allgather(self, input, output, *, lane="urgent", tag=0) -> FakeWork:
+        def combine(calls):
+            everyone = torch.cat([call[0] for call in calls])
+            for _, out in calls:
+                out.copy_(everyone)
+
+        return self._submit(f"allgather {input.dtype} {input.numel()} {tag}", lane, (input, output), combine)
+
+    def _submit(self, what: str, lane: str, tensors: tuple[torch.Tensor, ...], combine) -> FakeWork:
+        network = self._network
+        assert all(t.is_contiguous() for t in tensors)
+        with network.changed, torch.no_grad():
+            key = (lane, self._next[lane])
+            self._next[lane] += 1
+            network.log[self.rank].append(f"{lane} {what}")
+            calls = network.calls.setdefault(key, [None] * self.size)
+            work = FakeWork(network)
+            calls[self.rank] = (what, tensors, work)
+            if all(calls):
+                del network.calls[key]
+                whats = {call[0] for call in calls}
+                assert len(whats) == 1, f"ranks are out of step: {whats}"
+                combine([call[1] for call in calls])
+                for call in calls:
+                    call[2].finished, call[2].end = True, time.monotonic_ns()
+                network.changed.notify_all()
+        return work
+
+
+def on_ranks(size: int, body: Callable[[FakeCommunicator], T]) -> list[T]:
+    """Runs body(communicator) on `size` threads; results in rank order. The first error is raised."""
+    network = FakeNetwork(size)
+    errors: list[BaseException] = []
+
+    def run(communicator: FakeCommunicator) -> T | None:
+        try:
+            return body(communicator)
+        except BaseException as error:
+            errors.append(error)
+            network.fail(error)
+            return None
+
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(run, network.communicators()))
+    if errors:
+        raise errors[0]
+    return results  # type: ignore[return-value]
