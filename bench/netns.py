@@ -16,11 +16,12 @@ import itertools
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
@@ -84,7 +85,113 @@ def _remove_link(name: str) -> None:
     subprocess.run(["ip", "link", "delete", name], capture_output=True, check=False)
 
 
-class Network:
+class Hosts:
+    """Runs one rank per address. This base class: all on this machine, as any launcher would start them."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self.addresses = list(addresses)
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        for process in self._processes:
+            _kill(process)
+
+    def _enter(self, host: int) -> list[str]:
+        """Command that runs the command after it on a host."""
+        return []
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """What a launcher would set for `rank`, the one rank of its host."""
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(self.addresses)),
+            "MASTER_ADDR": self.addresses[0],
+            "MASTER_PORT": "29517",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def start(self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """Starts `command` as rank `host`. Killed when the block ends."""
+        process = subprocess.Popen(
+            [*self._enter(host), *command],
+            env=os.environ | self.environment(host) | dict(env or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        return process
+
+    def run(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        timeout: float,
+        on_line: Callable[[int, str], None] = lambda host, line: None,
+    ) -> list[str]:
+        """Runs `command` once per host and returns what each printed (stdout and stderr together).
+
+        Args:
+            command: program and arguments, the same on all hosts.
+            env: added to `environment`.
+            timeout: seconds for all of it.
+            on_line: called for every line as it comes, with the host's number; from several threads.
+
+        Raises:
+            LabError: a host's command failed or ran out of time; the others are killed.
+        """
+        processes = [self.start(host, command, env) for host in range(len(self.addresses))]
+        lines: list[list[str]] = [[] for _ in processes]
+
+        def drain(host: int) -> None:
+            for line in processes[host].stdout or ():
+                lines[host].append(line)
+                on_line(host, line)
+
+        readers = [threading.Thread(target=drain, args=(host,), daemon=True) for host in range(len(processes))]
+        for reader in readers:
+            reader.start()
+        try:
+            failure = _wait_all(processes, timeout)
+        finally:
+            for process in processes:
+                _kill(process)
+        for reader in readers:
+            reader.join(5)
+        printed = ["".join(part) for part in lines]
+        if failure is not None:
+            host, what = failure
+            raise LabError(f"host {host}: {what}: {' '.join(command)}\n{printed[host]}")
+        return printed
+
+
+class Localhost(Hosts):
+    """`ranks` processes of this machine, on 127.0.0.1 and a port that was free a moment ago."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(["127.0.0.1"] * ranks)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """As a launcher's for `rank`."""
+        place = {"MASTER_PORT": str(self._port), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(self.addresses))}
+        return super().environment(rank) | place
+
+
+class Network(Hosts):
     """`hosts` namespaces on a bridge, for the length of a `with` block.
 
     Args:
@@ -107,14 +214,13 @@ class Network:
         queue: str = "50ms",
         burst: str = "64kb",
     ) -> None:
+        super().__init__([f"10.77.0.{host + 1}" for host in range(hosts)])
         tag = f"{os.getpid()}x{next(_serial)}"
         self.names = [f"{PREFIX}-{tag}-{host}" for host in range(hosts)]
-        self.addresses = [f"10.77.0.{host + 1}" for host in range(hosts)]
         self.ports = [f"{PREFIX}{tag}p{host}" for host in range(hosts)]
         self._bridge = f"{PREFIX}{tag}b"
         self._tbf = ["tbf", "rate", rate, "burst", burst, "latency", queue] if rate else None
         self._egress = egress
-        self._processes: list[subprocess.Popen[str]] = []
         self._handlers: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -157,8 +263,7 @@ class Network:
         # A second signal must not interrupt the clearing away.
         for number in self._handlers:
             signal.signal(number, signal.SIG_IGN)
-        for process in self._processes:
-            _kill(process)
+        self._kill_all()
         for name in self.names:
             _remove_namespace(name)
         for link in (*self.ports, self._bridge):
@@ -178,78 +283,12 @@ class Network:
         for number in (signal.SIGTERM, signal.SIGHUP):
             self._handlers[number] = signal.signal(number, leave)
 
-    def environment(self, rank: int, port: int = 29517) -> dict[str, str]:
-        """What a launcher would set for the one rank of host `rank`."""
-        return {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(self.names)),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": self.addresses[0],
-            "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "OMP_NUM_THREADS": "1",
-        }
+    def _enter(self, host: int) -> list[str]:
+        return ["ip", "netns", "exec", self.names[host]]
 
-    def start(
-        self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None, *, pipe: bool = True
-    ) -> subprocess.Popen[str]:
-        """Starts `command` on a host, as rank `host` of a world of all hosts. Killed when the block ends."""
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", self.names[host], *command],
-            env=os.environ | self.environment(host) | dict(env or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if pipe else None,
-            stderr=subprocess.STDOUT if pipe else None,
-            text=True,
-            start_new_session=True,
-        )
-        self._processes.append(process)
-        return process
-
-    def run(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        *,
-        timeout: float,
-        echo: bool = False,
-    ) -> list[str]:
-        """Runs `command` once per host and returns what each printed (stdout and stderr together).
-
-        Args:
-            command: program and arguments, the same on all hosts.
-            env: added to `environment`.
-            timeout: seconds for all of it.
-            echo: show the lines as they come, led by the host's number.
-
-        Raises:
-            LabError: a host's command failed or ran out of time; the others are killed.
-        """
-        processes = [self.start(host, command, env) for host in range(len(self.names))]
-        lines: list[list[str]] = [[] for _ in processes]
-
-        def drain(host: int) -> None:
-            for line in processes[host].stdout or ():
-                lines[host].append(line)
-                if echo:
-                    print(f"[{host}] {line}", end="", flush=True)
-
-        readers = [threading.Thread(target=drain, args=(host,), daemon=True) for host in range(len(processes))]
-        for reader in readers:
-            reader.start()
-        try:
-            failure = _wait_all(processes, timeout)
-        finally:
-            for process in processes:
-                _kill(process)
-        for reader in readers:
-            reader.join(5)
-        printed = ["".join(part) for part in lines]
-        if failure is not None:
-            host, what = failure
-            raise LabError(f"host {host}: {what}: {' '.join(command)}\n{printed[host]}")
-        return printed
+    def environment(self, rank: int) -> dict[str, str]:
+        """As a launcher's for `rank`, the one rank of its host."""
+        return super().environment(rank) | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth0"}
 
 
 def _wait_all(processes: Sequence[subprocess.Popen[str]], timeout: float) -> tuple[int, str] | None:
@@ -273,6 +312,10 @@ def _kill(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
+def _show(host: int, line: str) -> None:
+    print(f"[{host}] {line}", end="", flush=True)
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
@@ -289,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _arguments(argv)
     try:
         with Network(options.hosts, options.rate, egress=options.egress, queue=options.queue) as network:
-            network.run(options.command, timeout=options.timeout, echo=True)
+            network.run(options.command, timeout=options.timeout, on_line=_show)
     except LabError as error:
         print(str(error).split("\n", 1)[0], file=sys.stderr)
         return 1
