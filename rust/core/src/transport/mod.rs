@@ -4,6 +4,10 @@
 //! about it in a control frame (the *grant*), and the peer *writes* into it. Nothing
 //! lands in memory that was not exposed for that very write.
 
+pub mod tcp;
+
+pub mod loopback;
+
 use crate::error::Result;
 use std::sync::Arc;
 use std::time::Duration;
