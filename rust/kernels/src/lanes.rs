@@ -26,3 +26,18 @@ pub(crate) fn zip<T: Copy, V: Copy, U: Copy + Default, const N: usize>(
     }
     out
 }
+
+/// The block from `at` on.
+#[inline(always)]
+pub(crate) fn load<const N: usize>(from: &[f32], at: usize) -> [f32; N] {
+    let block = &from[at..at + N];
+    let mut out = [0.0; N];
+    out.copy_from_slice(block);
+    out
+}
+
+/// Writes the block from `at` on.
+#[inline(always)]
+pub(crate) fn store<const N: usize>(to: &mut [f32], at: usize, block: [f32; N]) {
+    to[at..at + N].copy_from_slice(&block);
+}

@@ -26,7 +26,9 @@ mod convert;
 pub mod dispatch;
 pub mod dtype;
 mod lanes;
+pub mod optimize;
 pub mod reduce;
+pub mod rules;
 
 pub use dispatch::{Level, with_level};
 pub use dtype::{DType, ReduceOp, Unsupported, supported};

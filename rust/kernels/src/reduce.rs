@@ -249,8 +249,8 @@ macro_rules! integers {
                 self.wrapping_mul(other)
             }
             #[inline(always)]
-            fn divide(self, by: Self) -> Self {
-                self / by
+            fn divide(self, _: Self) -> Self {
+                unreachable!("combine refuses to divide integers")
             }
             #[inline(always)]
             fn lesser(self, other: Self) -> Self {
