@@ -1,0 +1,230 @@
+"""Accuracy under every prediction, measured with the product itself: ranks as threads over loopback.
+
+    python bench/convergence.py --jobs 2          # cells that are missing in results/convergence.jsonl
+    python bench/convergence.py --table           # only print the table
+
+Fashion-MNIST, SGD with momentum 0.9, the CNN of examples/fashion_mnist.py, 100 synchronous steps, cosine
+rate. A cell is one training with one seed; an interrupted run resumes with the cells that are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from mdas import _core
+from mdas.cli.local import spread
+from mdas.communicator import CoreCommunicator
+from mdas.optimizer import DistributedOptimizer
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+from fashion_data import Data, load  # noqa: E402
+from fashion_mnist import Net, accuracy, learning_rate  # noqa: E402
+
+RESULTS = ROOT / "bench" / "results" / "convergence.jsonl"
+PREDICTIONS = [
+    "sync",
+    "none",
+    "history",
+    "local",
+    "blend",
+    "sketch rank 1",
+    "sketch rank 2",
+    "sketch rank 4",
+    "sketch+blend rank 1",
+    "sketch+blend rank 2",
+]
+WINDOW = 25
+"""Steps between two looks at the loss."""
+CHANCE = 0.15
+"""A network at or below this accuracy has learned nothing: ten classes, one right in ten."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training. `by_class`: every worker sees pictures of its own classes only."""
+
+    workers: int
+    batch: int
+    epochs: int
+    lr: float
+    by_class: bool
+    predict: str
+    seed: int
+
+    @property
+    def column(self) -> tuple[int, int, int, float, bool]:
+        """Where it stands in the table."""
+        return self.workers, self.batch, self.epochs, self.lr, self.by_class
+
+
+def cells(seeds: int) -> Iterator[Cell]:
+    """All of the table, seed by seed, so that a part of it is a whole table with fewer seeds."""
+    for seed in range(seeds):
+        for lr in (0.1, 0.2):
+            for by_class in (False, True):
+                for predict in PREDICTIONS:
+                    yield Cell(4, 32, 4, lr, by_class, predict, seed)
+        for predict in PREDICTIONS:
+            yield Cell(32, 4, 1, 0.1, False, predict, seed)
+
+
+def train(cell: Cell, data: Data) -> dict[str, object]:
+    """Trains all ranks of a cell. Returns its line of the results."""
+    start = time.perf_counter()
+    torch.manual_seed(cell.seed)
+    model = Net()
+    engines = _core.loopback(cell.workers)
+    with ThreadPoolExecutor(cell.workers) as threads:
+        futures = [threads.submit(_rank, cell, data, copy.deepcopy(model), engine) for engine in engines]
+        outcomes = [future.result() for future in futures]
+    return asdict(cell) | outcomes[0] | {"seconds": round(time.perf_counter() - start, 1)}
+
+
+def _rank(cell: Cell, data: Data, model: Net, engine: _core.Engine) -> dict[str, object]:
+    try:
+        return _train_rank(cell, data, model, engine)
+    finally:
+        engine.shutdown(5.0)
+
+
+def _train_rank(cell: Cell, data: Data, model: Net, engine: _core.Engine) -> dict[str, object]:
+    steps = cell.epochs * len(data.train) // (cell.batch * cell.workers)
+    predict, _, rank = cell.predict.partition(" rank ")
+    sync = predict == "sync"
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=cell.lr, momentum=0.9),
+        model,
+        schedule="sync" if sync else "delayed",
+        predict="none" if sync else predict,
+        sketch_rank=int(rank or 4),
+        warmup_steps=min(100, steps // 10),
+        communicator=CoreCommunicator(engine, 0, engine.rank, engine.size),
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, steps))
+    mine = np.arange(len(data.train))
+    if cell.by_class:
+        order = np.argsort(data.train.labels.numpy(), kind="stable")
+        mine = np.array_split(order, cell.workers)[engine.rank]
+    choose = np.random.default_rng((cell.seed, engine.rank))
+    losses: list[float] = []
+    first, bad = math.inf, 0
+    for step in range(steps):
+        picked = torch.from_numpy(choose.choice(mine, cell.batch))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(data.train.images[picked]), data.train.labels[picked])
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+        if (step + 1) % WINDOW == 0:
+            average = spread(engine, mean(losses[-WINDOW:]), "sum") / engine.size
+            first = min(first, average)
+            bad = bad + 1 if not average < 10 * max(first, 0.23) else 0
+            if not math.isfinite(average) or bad >= 8:
+                return {"accuracy": None, "diverged_at": step + 1}
+    engine.barrier(0).wait()
+    return {"accuracy": accuracy(model, data.test), "loss": round(mean(losses[-50:]), 4)}
+
+
+def read(path: Path) -> dict[Cell, dict[str, object]]:
+    """Lines of the results by cell."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    fields = Cell.__dataclass_fields__
+    parsed = [json.loads(line) for line in lines]
+    return {Cell(**{name: line[name] for name in fields}): line for line in parsed}
+
+
+def table(results: dict[Cell, dict[str, object]]) -> str:
+    """Markdown: mean of the seeds' test accuracies in percent, and their standard deviation."""
+    columns = sorted({cell.column for cell in results})
+    heads = [
+        f"{workers} x {batch}, lr {lr:g}{', by class' if by_class else ''}, {epochs} epoch{'s' if epochs > 1 else ''}"
+        for workers, batch, epochs, lr, by_class in columns
+    ]
+    lines = ["| predict | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(columns)]
+    for predict in PREDICTIONS:
+        row = []
+        for column in columns:
+            lines_of = [line for cell, line in results.items() if cell.column == column and cell.predict == predict]
+            row.append(_entry([line["accuracy"] for line in lines_of]))
+        lines.append(f"| {predict} | " + " | ".join(row) + " |")
+    seeds = len({cell.seed for cell in results})
+    return "\n".join(lines) + (
+        f"\n\nTest accuracy in %, mean ± standard deviation over up to {seeds} seeds (in brackets where fewer). "
+        '"-": diverged, or no better than chance; "k of n": so many seeds did.\n'
+    )
+
+
+def _entry(accuracies: Sequence[object]) -> str:
+    good = [100 * value for value in accuracies if isinstance(value, float) and value > CHANCE]
+    if not accuracies:
+        return ""
+    if not good:
+        return "-"
+    text = f"{mean(good):.2f}" + (f" ± {stdev(good):.2f}" if len(good) > 1 else "")
+    lost = len(accuracies) - len(good)
+    return text + (f" ({lost} of {len(accuracies)} diverged)" if lost else "")
+
+
+def _run_all(todo: list[Cell], jobs: int) -> None:
+    """Cells as processes of one thread each, `jobs` at a time; results are appended as they come."""
+    RESULTS.parent.mkdir(exist_ok=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def one(cell: Cell) -> None:
+        command = ["nice", sys.executable, __file__, "--cell", json.dumps(asdict(cell))]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=3600)
+        if done.returncode != 0:
+            raise RuntimeError(f"{cell}: {done.stderr}")
+        with RESULTS.open("a") as file:
+            file.write(done.stdout.splitlines()[-1] + "\n")
+        print(done.stdout.splitlines()[-1], flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for future in [pool.submit(one, cell) for cell in todo]:
+            future.result()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what is missing, then prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--data", type=Path, default=ROOT / "out" / "data")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.cell:
+        torch.set_num_threads(1)
+        print(json.dumps(train(Cell(**json.loads(options.cell)), load(options.data))))
+        return 0
+    if not options.table:
+        load(options.data)
+        known = read(RESULTS)
+        _run_all([cell for cell in cells(options.seeds) if cell not in known], options.jobs)
+    text = table(read(RESULTS))
+    RESULTS.with_suffix(".md").write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
