@@ -1,0 +1,172 @@
+//! What is asked for: one collective over one group, and the memory that it works on.
+
+use crate::collective::Collective;
+use crate::transport::Lane;
+use mdas_kernels::{DType, ReduceOp};
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A group of ranks, by number. The world is group 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct GroupId(pub u32);
+
+/// One collective call.
+#[derive(Debug, Clone)]
+pub struct Call {
+    /// Whose ranks take part.
+    pub group: GroupId,
+    /// Which lane it travels on; order holds within a lane.
+    pub lane: Lane,
+    /// What to do.
+    pub op: Collective,
+    /// Type of the elements.
+    pub dtype: DType,
+    /// Elements: of the whole vector (allreduce, broadcast), or of one rank's share (allgather, reduce_scatter).
+    pub count: usize,
+    /// Caller's mark (bucket and step, say), compared between ranks.
+    pub tag: u32,
+    /// Longest time without progress; the engine's default if none.
+    pub timeout: Option<Duration>,
+    /// The caller will wait at once: no need to wake the progress thread.
+    pub blocking: bool,
+}
+
+impl Call {
+    /// The reduction; collectives without one never combine, so any will do for them.
+    pub fn reduce_op(&self) -> ReduceOp {
+        match self.op {
+            Collective::Allreduce(op) | Collective::ReduceScatter(op) => op,
+            Collective::Broadcast { .. } | Collective::Allgather | Collective::Barrier => ReduceOp::Max,
+        }
+    }
+
+    /// The part that must be equal on all ranks.
+    pub fn fingerprint(&self) -> Fingerprint {
+        let (op, reduce, root) = match self.op {
+            Collective::Allreduce(reduce) => (0, reduce as u8, 0),
+            Collective::Broadcast { root } => (1, 0, root as u32),
+            Collective::Allgather => (2, 0, 0),
+            Collective::ReduceScatter(reduce) => (3, reduce as u8, 0),
+            Collective::Barrier => (4, 0, 0),
+        };
+        Fingerprint { op, reduce, dtype: self.dtype as u8, root, tag: self.tag, count: self.count as u64 }
+    }
+}
+
+/// Travels in every message header: what the sender believes that this operation is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fingerprint {
+    /// Collective, by number.
+    pub op: u8,
+    /// Reduction, by number (0 where there is none).
+    pub reduce: u8,
+    /// Element type, by number.
+    pub dtype: u8,
+    /// Root of a broadcast.
+    pub root: u32,
+    /// Caller's mark.
+    pub tag: u32,
+    /// Elements.
+    pub count: u64,
+}
+
+impl fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let reduce = ReduceOp::from_code(self.reduce).map_or("?", ReduceOp::name);
+        let dtype = DType::from_code(self.dtype).map_or("?", DType::name);
+        match self.op {
+            0 => write!(f, "allreduce({reduce}")?,
+            1 => write!(f, "broadcast(root {}", self.root)?,
+            2 => write!(f, "allgather(")?,
+            3 => write!(f, "reduce_scatter({reduce}")?,
+            4 => return write!(f, "barrier()"),
+            other => return write!(f, "unknown operation {other}"),
+        }
+        let comma = if self.op == 2 { "" } else { ", " };
+        write!(f, "{comma}{} x {dtype}", self.count)?;
+        if self.tag != 0 {
+            write!(f, ", tag {:#x}", self.tag)?;
+        }
+        write!(f, ")")
+    }
+}
+
+/// Memory of a call, and whatever keeps it alive: released when the operation is over, never earlier.
+#[derive(Clone)]
+pub struct Region {
+    /// First byte; any value if `len` is 0.
+    pub ptr: *mut u8,
+    /// Bytes.
+    pub len: usize,
+    /// Dropped by whichever thread finishes the operation.
+    pub owner: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+// SAFETY: the owner is Send + Sync and keeps the memory in place; who makes a Region promises that the
+// memory stays readable (input) or writable and unshared (output) until the operation is over.
+unsafe impl Send for Region {}
+
+impl Region {
+    /// No memory, for barriers.
+    pub fn empty() -> Self {
+        Region { ptr: std::ptr::NonNull::dangling().as_ptr(), len: 0, owner: None }
+    }
+
+    /// Memory that a `Vec` owns; it comes back to life as the `Arc`.
+    pub fn of(bytes: Arc<HeapBytes>) -> Self {
+        Region { ptr: bytes.ptr(), len: bytes.len(), owner: Some(bytes) }
+    }
+
+    /// Partly overlapping regions would be read after they were written.
+    pub fn partly_overlaps(&self, other: &Region) -> bool {
+        let (a, b) = (self.ptr as usize, other.ptr as usize);
+        self.len > 0 && other.len > 0 && a < b + other.len && b < a + self.len && !(a == b && self.len == other.len)
+    }
+}
+
+/// 64-byte aligned, zeroed heap memory of a fixed size that the engine may write while handles to it exist.
+pub struct HeapBytes {
+    ptr: *mut u8,
+    layout: std::alloc::Layout,
+    len: usize,
+}
+
+// SAFETY: HeapBytes gives out a raw pointer only; all accesses go through it, and those who make them
+// (engine, tests, Python's buffer protocol) answer for their order.
+unsafe impl Send for HeapBytes {}
+// SAFETY: as above.
+unsafe impl Sync for HeapBytes {}
+
+impl HeapBytes {
+    /// `len` zeroed bytes; `None` if there is not enough memory (or `len` is absurd).
+    pub fn zeroed(len: usize, align: usize) -> Option<Self> {
+        let layout = std::alloc::Layout::from_size_align(len.max(1), align).ok()?;
+        // SAFETY: the layout's size is at least 1.
+        let ptr = unsafe { std::alloc::alloc_zeroed(layout) };
+        (!ptr.is_null()).then_some(HeapBytes { ptr, layout, len })
+    }
+
+    /// First byte.
+    pub fn ptr(&self) -> *mut u8 {
+        self.ptr
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// No bytes?
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl Drop for HeapBytes {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `zeroed` with this layout, freed only here.
+        unsafe { std::alloc::dealloc(self.ptr, self.layout) };
+    }
+}

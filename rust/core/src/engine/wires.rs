@@ -1,0 +1,200 @@
+//! The transport as operations see it: peers with their state, inline credit, landing buffers.
+
+use super::call::HeapBytes;
+use super::protocol::{Frame, OpKey};
+use crate::error::{Error, Result};
+use crate::transport::{Lane, LandingKey, RawSpan, Transport, WriteId};
+use std::collections::{HashMap, VecDeque};
+use std::time::Instant;
+
+/// Messages up to this size travel inside a control frame, without a grant.
+pub const INLINE_BYTES: usize = 4096;
+/// Inline bytes that may be unconsumed at one peer: bounds what a rank that runs ahead can pile up.
+const CREDIT_BYTES: u32 = 1 << 20;
+
+/// Why a peer will not send anything any more.
+#[derive(Debug, Clone)]
+pub enum Gone {
+    /// It said goodbye.
+    Departed,
+    /// It broke.
+    Lost(String),
+}
+
+impl Gone {
+    /// In words, for errors.
+    pub fn cause(&self) -> String {
+        match self {
+            Gone::Departed => "it has left the job (shutdown, or the end of its script) before taking part".into(),
+            Gone::Lost(cause) => cause.clone(),
+        }
+    }
+}
+
+/// What is known of another rank.
+pub struct Peer {
+    /// Set once.
+    pub gone: Option<Gone>,
+    /// Last sign of life.
+    pub heard: Instant,
+    credit: u32,
+    owed: u32,
+    held: VecDeque<Vec<u8>>,
+}
+
+/// Counts since the engine started.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Counters {
+    /// Payload bytes handed to the transport.
+    pub bytes_sent: u64,
+    /// Payload bytes that arrived.
+    pub bytes_received: u64,
+    /// Operations finished.
+    pub operations: u64,
+}
+
+/// Transport plus bookkeeping; used by one thread at a time.
+pub struct Wires {
+    /// The byte mover.
+    pub transport: Box<dyn Transport>,
+    /// By world rank.
+    pub peers: Vec<Peer>,
+    /// Statistics.
+    pub counters: Counters,
+    writes: HashMap<WriteId, OpKey>,
+    landings: HashMap<(usize, LandingKey), (OpKey, u32, usize)>,
+    pool: Vec<HeapBytes>,
+    chunk_bytes: usize,
+    next_write: u64,
+}
+
+impl Wires {
+    /// Over `transport`, with `size` ranks.
+    pub fn new(transport: Box<dyn Transport>, size: usize) -> Self {
+        let now = Instant::now();
+        let peer = || Peer { gone: None, heard: now, credit: CREDIT_BYTES, owed: 0, held: VecDeque::new() };
+        let chunk_bytes = transport.chunk_bytes(Lane::Urgent).max(transport.chunk_bytes(Lane::Bulk));
+        Wires {
+            transport,
+            peers: (0..size).map(|_| peer()).collect(),
+            counters: Counters::default(),
+            writes: HashMap::new(),
+            landings: HashMap::new(),
+            pool: Vec::new(),
+            chunk_bytes,
+            next_write: 0,
+        }
+    }
+
+    /// A frame that needs no credit.
+    pub fn say(&mut self, peer: usize, frame: &Frame) {
+        if self.peers[peer].gone.is_none() {
+            self.transport.control(peer, &frame.encode());
+        }
+    }
+
+    /// An inline message: goes out at once, or when the peer has returned credit.
+    pub fn say_on_credit(&mut self, peer: usize, frame: &Frame) {
+        let bytes = frame.encode();
+        self.counters.bytes_sent += bytes.len() as u64;
+        self.peers[peer].held.push_back(bytes);
+        self.flush(peer);
+    }
+
+    /// The peer gave credit back.
+    pub fn credit(&mut self, peer: usize, bytes: u32) {
+        let peer_state = &mut self.peers[peer];
+        peer_state.credit = peer_state.credit.saturating_add(bytes).min(CREDIT_BYTES);
+        self.flush(peer);
+    }
+
+    fn flush(&mut self, peer: usize) {
+        let state = &mut self.peers[peer];
+        while let Some(bytes) = state.held.front() {
+            let cost = bytes.len() as u32;
+            if state.gone.is_none() && cost > state.credit {
+                break;
+            }
+            state.credit = state.credit.saturating_sub(cost);
+            if state.gone.is_none() {
+                self.transport.control(peer, bytes);
+            }
+            state.held.pop_front();
+        }
+    }
+
+    /// An inline message of `cost` bytes (its whole frame) has been consumed.
+    pub fn consumed(&mut self, peer: usize, cost: usize) {
+        let state = &mut self.peers[peer];
+        state.owed += cost as u32;
+        if state.owed >= CREDIT_BYTES / 4 {
+            let bytes = std::mem::take(&mut state.owed);
+            self.say(peer, &Frame::Credit { bytes });
+        }
+    }
+
+    /// Starts a granted write.
+    pub fn write(&mut self, op: OpKey, peer: usize, key: LandingKey, source: RawSpan) -> WriteId {
+        let id = WriteId(self.next_write);
+        self.next_write += 1;
+        self.writes.insert(id, op);
+        self.counters.bytes_sent += source.len as u64;
+        self.transport.write(peer, op.lane, key, source, id);
+        id
+    }
+
+    /// Whose write was that? Each is told once.
+    pub fn sent(&mut self, id: WriteId) -> Option<OpKey> {
+        self.writes.remove(&id)
+    }
+
+    /// Forgets an operation's writes; its memory is not read any more afterwards.
+    pub fn cancel(&mut self, op: OpKey) {
+        let writes = &self.writes;
+        self.transport.cancel(&|id| writes.get(&id) == Some(&op));
+        self.writes.retain(|_, owner| *owner != op);
+    }
+
+    /// Exposes a landing area for message `index` of `op`.
+    pub fn expose(&mut self, op: OpKey, peer: usize, index: u32, landing: RawSpan) -> Result<LandingKey> {
+        let key = self.transport.expose(peer, op.lane, landing)?;
+        self.landings.insert((peer, key), (op, index, landing.len));
+        Ok(key)
+    }
+
+    /// Whose message landed? Each is told once.
+    pub fn landed(&mut self, peer: usize, key: LandingKey) -> Option<(OpKey, u32)> {
+        let (op, index, bytes) = self.landings.remove(&(peer, key))?;
+        self.counters.bytes_received += bytes as u64;
+        Some((op, index))
+    }
+
+    /// Takes back an operation's landing areas; its memory is not written any more afterwards.
+    pub fn withdraw(&mut self, op: OpKey) {
+        let transport = &mut self.transport;
+        self.landings.retain(|&(peer, key), &mut (owner, ..)| {
+            if owner == op {
+                transport.withdraw(peer, key);
+            }
+            owner != op
+        });
+    }
+
+    /// A landing buffer of at least `bytes`, which is at most a chunk.
+    pub fn buffer(&mut self, bytes: usize) -> Result<HeapBytes> {
+        if bytes <= self.chunk_bytes
+            && let Some(buffer) = self.pool.pop()
+        {
+            return Ok(buffer);
+        }
+        let len = bytes.max(self.chunk_bytes);
+        HeapBytes::zeroed(len, 64).ok_or_else(|| Error::system(format!("allocating a landing area of {len} bytes"), "out of memory"))
+    }
+
+    /// Back to the pool.
+    pub fn recycle(&mut self, buffer: HeapBytes) {
+        if buffer.len() == self.chunk_bytes && self.pool.len() < 64 {
+            self.pool.push(buffer);
+        }
+    }
+}
