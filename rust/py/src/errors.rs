@@ -1,5 +1,7 @@
 //! The exceptions of `mdas`, and the one place where a Rust error becomes one of them.
 
+use std::time::Duration;
+
 use mdas_core::error::Error;
 use pyo3::exceptions::{PyRuntimeError, PyTimeoutError, PyValueError};
 use pyo3::prelude::*;
@@ -128,4 +130,17 @@ fn peer_of(error: &Error) -> Option<usize> {
         Error::Broken { cause, .. } => peer_of(cause),
         _ => None,
     }
+}
+
+/// A wait that ended before its operation.
+pub(crate) fn wait_is_over(py: Python<'_>, timeout: Duration) -> PyErr {
+    let message = format!("still in flight after {timeout:?}: the operation goes on, wait again");
+    class(py, Class::Timeout).map_or_else(|failure| failure, |class| PyErr::from_type(class, message))
+}
+
+/// Seconds from Python.
+pub(crate) fn duration(py: Python<'_>, name: &str, seconds: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds).map_err(|_| {
+        to_python(py, &Error::Invalid(format!("{name} is {seconds}, not a finite number of seconds from 0 on")))
+    })
 }

@@ -1,7 +1,12 @@
 //! Bindings of the Rust core: buffers in, handles out, errors mapped; no logic.
 
+mod engine;
 mod errors;
+mod kernels;
 mod memory;
+mod process;
+mod view;
+mod work;
 
 use pyo3::prelude::*;
 
@@ -11,7 +16,15 @@ mod _core {
     use super::*;
 
     #[pymodule_export]
+    use super::engine::{Engine, EngineSettings, loopback_engines};
+    #[pymodule_export]
+    use super::kernels::{Adam, Sgd, Update, cpu_level, fused_update};
+    #[pymodule_export]
     use super::memory::Memory;
+    #[pymodule_export]
+    use super::view::View;
+    #[pymodule_export]
+    use super::work::Work;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

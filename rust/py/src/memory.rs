@@ -2,58 +2,56 @@
 
 use std::ffi::c_int;
 
-use memmap2::MmapMut;
-use pyo3::exceptions::{PyMemoryError, PyOverflowError};
+use mdas_core::engine::HeapBytes;
+use pyo3::exceptions::PyMemoryError;
 use pyo3::ffi;
 use pyo3::prelude::*;
+
+/// Alignment: whole pages can be registered with a network card.
+const PAGE: usize = 4096;
 
 /// Page-aligned, zeroed memory, for buckets and other buffers that live long. Exports the
 /// buffer protocol as `nbytes` unsigned bytes, so that `torch.frombuffer(memory, dtype=...)`
 /// and `numpy.frombuffer(memory, dtype=...)` give arrays on it; such an array keeps it alive.
 #[pyclass(frozen, module = "mdas._core")]
-pub(crate) struct Memory {
-    map: MmapMut,
-    len: isize,
-}
+pub(crate) struct Memory(HeapBytes);
 
 #[pymethods]
 impl Memory {
     #[new]
     fn new(nbytes: usize) -> PyResult<Self> {
-        let len = isize::try_from(nbytes).map_err(|_| PyOverflowError::new_err("nbytes is too large"))?;
-        // The kernel has no empty mappings.
-        let map = MmapMut::map_anon(nbytes.max(1))
-            .map_err(|cause| PyMemoryError::new_err(format!("cannot map {nbytes} bytes: {cause}")))?;
-        Ok(Self { map, len })
+        HeapBytes::zeroed(nbytes, PAGE)
+            .map(Self)
+            .ok_or_else(|| PyMemoryError::new_err(format!("cannot allocate {nbytes} bytes")))
     }
 
     /// Size in bytes.
     #[getter]
     fn nbytes(&self) -> usize {
-        self.len.unsigned_abs()
+        self.0.len()
     }
 
     /// Address of the first byte.
     #[getter]
     fn address(&self) -> usize {
-        self.map.as_ptr() as usize
+        self.0.ptr() as usize
     }
 
     fn __len__(&self) -> usize {
-        self.len.unsigned_abs()
+        self.0.len()
     }
 
     /// # Safety
     ///
     /// Called by the interpreter only, with a `view` to fill in.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
-        let (start, len) = (slf.get().map.as_ptr(), slf.get().len);
-        // SAFETY: `view` comes from the interpreter. The mapping is `len` bytes or more, writable, and
-        // lives as long as `slf`, to which FillInfo adds the reference that PyBuffer_Release drops.
-        // Rust never forms a reference to the bytes after construction, so writes through the buffer
-        // alias nothing.
-        let filled =
-            unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start.cast_mut().cast(), len, 0, flags) };
+        let bytes = &slf.get().0;
+        // An allocation never exceeds isize::MAX bytes.
+        let len = bytes.len() as ffi::Py_ssize_t;
+        // SAFETY: `view` comes from the interpreter. The memory is `len` bytes, writable, and lives as
+        // long as `slf`, to which FillInfo adds the reference that PyBuffer_Release drops. HeapBytes
+        // gives out raw pointers only, so that writes through the buffer alias no Rust reference.
+        let filled = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), bytes.ptr().cast(), len, 0, flags) };
         if filled == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
     }
 }
