@@ -83,14 +83,6 @@ class Layout:
         memory = memory or (lambda numel, dtype: torch.zeros(numel, dtype=dtype))
         return Vector([memory(numel, dtype) for numel, dtype in self.sizes], self.places)
 
-    def load(self, vector: Vector) -> None:
-        """The parameters take over the values of `vector`."""
-        torch._foreach_copy_(self.parameters, vector.views)
-
-    def save(self, vector: Vector) -> None:
-        """`vector` takes over the values of the parameters."""
-        torch._foreach_copy_(vector.views, [p.detach() for p in self.parameters])
-
 
 def _align(count: int, unit: int) -> int:
     return -(-count // unit) * unit

@@ -65,6 +65,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._update,
             PREDICTIONS[predict] if delayed else None,
             delayed=delayed,
+            sketch_rank=sketch_rank,
             max_norm=max_norm,
         )
         self._collector = Collector(self._layout, communicator)

@@ -31,6 +31,10 @@ class Round:
     tally: Tally | None = None
     hyper: list[dict[str, object]] | None = None
     """The hyper-parameters of the step at which the gradient was taken."""
+    square: float = 0.0
+    """|g|² of this rank's gradient."""
+    shared: Vector | None = None
+    """c, where the confidence is adaptive."""
 
     def settle(self, exchange: TallyExchange) -> None:
         """Waits until average and tally have arrived. May be called again."""

@@ -6,30 +6,33 @@ gradient, gbar the average, h the previous average, c the shared part of the pre
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
-
-from mdas.communicator import Communicator
+from mdas.communicator import Communicator, Work
 from mdas.optimizer import kernels
 from mdas.optimizer.buckets import Layout, Vector
 from mdas.optimizer.hooks import Round
 from mdas.optimizer.predict import Confidence, Prediction
+from mdas.optimizer.sketch import Sketcher
 from mdas.optimizer.tally import Tally, TallyExchange
-from mdas.optimizer.update import Hyper, Update
+from mdas.optimizer.update import Change, Hyper, Update
+
+logger = logging.getLogger("mdas.optimizer")
 
 
 @dataclass(slots=True)
 class Measured:
-    """Seconds, counted from the start of training."""
+    """Counted from the start of training, on this rank."""
 
-    exposed: float = 0.0
-    """This rank waited for communication and did nothing else."""
     steps: int = 0
     skipped: int = 0
     """Steps whose average was not finite."""
+    exposed: float = 0.0
+    """Seconds for which this rank waited for communication and did nothing else."""
 
 
 class Pipeline:
@@ -43,56 +46,65 @@ class Pipeline:
         prediction: Prediction | None,
         *,
         delayed: bool,
+        sketch_rank: int,
         max_norm: float | None,
     ) -> None:
-        self._layout = layout
+        self.layout = layout
         self._update = update
         self._prediction = prediction
         self._max_norm = max_norm
-        self._size = communicator.size
+        self._rank, self._size = communicator.rank, communicator.size
         self.exchange = TallyExchange(communicator, len(layout.places))
         self.base: Vector | None = None
         """b. None while the parameters themselves are the base weights."""
         self.pending: Round | None = None
+        self.adaptive = prediction is not None and prediction.alpha is None
         self.confidence = Confidence()
         self.measured = Measured()
         self.tally = Tally()
+        """That of the last average that has arrived."""
         # Delayed: one slot is filled while the other is in flight; and besides the average in flight
         # there are the one before it (h) and one that the next round may overwrite.
-        self._slots = [layout.vector(communicator.memory) for _ in range(2 if delayed else 1)]
-        self._free = [layout.vector(communicator.memory) for _ in range(2 if delayed else 1)]
-        self.history = layout.vector(communicator.memory)
+        memory = communicator.memory
+        self._slots = [layout.vector(memory) for _ in range(2 if delayed else 1)]
+        self._free = [layout.vector(memory) for _ in range(2 if delayed else 1)]
+        self.history = layout.vector(memory)
         """h: the last finite average."""
         self.used = [False] * len(layout.places)
         """Which parameters had a gradient on any rank in `history`."""
         self.informed = False
-        """Has any average arrived yet?"""
-        self._guess = layout.vector() if prediction is not None and prediction.alpha is None else None
+        """Has any finite average arrived yet?"""
+        self.sketcher: Sketcher | None = None
+        self.sketched: Vector | None = None
+        """c = h + Q of the last delayed step."""
+        if prediction is not None and prediction.sketch:
+            self.sketcher, self.sketched = Sketcher(layout, communicator, sketch_rank), layout.vector()
+        self._contribution = Tally()
+        self._ended = time.perf_counter()
 
     def new_round(self) -> Round:
         """Memory for the next step's gradient and its average."""
         self._slots.reverse()
-        return Round(self._slots[-1], self._free.pop(), [False] * len(self._layout.places))
+        return Round(self._slots[-1], self._free.pop(), [False] * len(self.layout.places))
+
+    def observe(self, loss: float | None, samples: int | None) -> None:
+        """Adds to the next step's tally."""
+        own = self._contribution
+        own.samples += samples or 0
+        if loss is not None:
+            weight = 1 if samples is None else samples
+            own.loss += weight * loss
+            own.weight += weight
 
     def step(self, round: Round, hyper: Hyper, *, together: bool) -> None:
         """Takes a round all of whose buckets are launched; `together`: waits for its average."""
-        if self.pending is not None:
-            self._absorb(self.pending)
-            self.pending = None
-        round.hyper = hyper
-        self._launch_tally(round)
+        self._contribution.compute = time.perf_counter() - self._ended
         if together:
-            self._absorb(round)
-            if self.base is not None:
-                self._layout.load(self.base)
-                self.base = None
+            self._step_together(round, hyper)
         else:
-            if self.base is None:
-                self.base = self._layout.vector()
-                self._layout.save(self.base)
-            self.pending = round
-            self._predict(self.base, round)
+            self._step_delayed(round, hyper)
         self.measured.steps += 1
+        self._ended = time.perf_counter()
 
     def preview(self) -> Vector | None:
         """The base weights with the pending average applied, in memory of their own.
@@ -102,72 +114,136 @@ class Pipeline:
         """
         if self.base is None:
             return None
-        weights = self._layout.vector()
-        round = self.pending
-        if round is not None:
-            round.settle(self.exchange)
-            square = kernels.squared_norm(round.average)
+        weights = self.layout.vector()
+        change = None
+        if self.pending is not None:
+            self.pending.settle(self.exchange)
+            square = kernels.squared_norm(self.pending.average)
             if math.isfinite(square):
-                self._update.preview(
-                    self.base, round.average, self._scale(square), round.used, round.hyper, weights
-                )
-                return weights
-        weights.copy_(self.base)
+                change = self._real(self.pending, square)
+        self._update.run(self.base, None, weights.views, change)
         return weights
 
-    def _absorb(self, round: Round) -> None:
-        """Real update with the round's average, unless that is not finite."""
+    def restart(self) -> None:
+        """The parameters as they are become the base weights; what is in flight is dropped."""
+        if self.pending is not None:
+            self.pending.settle(self.exchange)
+            self._free.append(self.pending.average)
+            self.pending = None
+        self.base = None
+
+    def _step_together(self, round: Round, hyper: Hyper) -> None:
+        if self.pending is not None:
+            real = self._arrive(self.pending)
+            self.pending = None
+            self._update.run(self.base, real)
+        round.hyper = hyper
+        self._launch_tally(round, self.history)
+        self._update.run(self.base, self._arrive(round))
+        if self.base is not None:
+            self._update.run(self.base, None, self.layout.parameters)
+            self.base = None
+
+    def _step_delayed(self, round: Round, hyper: Hyper) -> None:
+        if self.sketcher is not None:
+            self.sketcher.launch(round.gradient, round.used)
+        if self.base is None:
+            self.base = self.layout.vector()
+            self._update.run(None, None, self.base.views)
+        real = None if self.pending is None else self._arrive(self.pending)
+        round.hyper = hyper
+        shared, used = self.history, self.used
+        if self.sketcher is not None:
+            assert self.sketched is not None
+            shared = self.sketched
+            used = self.sketcher.finish(round.gradient, self.history, shared, self._wait)
+        self._launch_tally(round, shared)
+        self.pending = round
+        self._update.run(self.base, real, self.layout.parameters, self._predict(round, shared, used))
+
+    def _arrive(self, round: Round) -> Change | None:
+        """Waits for a round. Its average becomes the history, and is returned to be applied; None if
+        it is not finite: then nothing is learnt from it."""
         start = time.perf_counter()
         round.settle(self.exchange)
-        self.measured.exposed += time.perf_counter() - start
+        self._waited(start)
         assert round.tally is not None
         self.tally = round.tally
+        own = self._contribution
+        own.bulk, own.urgent = in_flight(round.works), in_flight([round.tally_work])
         square = kernels.squared_norm(round.average)
         if not math.isfinite(square):
             self.measured.skipped += 1
+            logger.warning(
+                "step %d: the average gradient is not finite (%d ranks had a NaN or an infinity); update skipped",
+                self.measured.steps,
+                int(self.tally.nonfinite),
+            )
             self._free.append(round.average)
-            return
-        if self._guess is not None and self.informed:
-            error = kernels.squared_distance(round.average, self.history)
+            return None
+        if self.adaptive and self.informed:
+            assert round.shared is not None
+            error = kernels.squared_distance(round.average, round.shared)
             self.confidence.observe(round.tally.spread, error)
-        self._update.step(self.base, round.average, self._scale(square), round.used, round.hyper)
+            if self._rank == 0:
+                own.error = error
+        if self._rank == 0:
+            own.average_square = square
         self._free.append(self.history)
         self.history, self.used, self.informed = round.average, round.used, True
+        return self._real(round, square)
 
-    def _launch_tally(self, round: Round) -> None:
-        own = Tally()
-        own.square = kernels.squared_norm(round.gradient) / self._size
-        own.nonfinite = float(not math.isfinite(own.square))
-        if self._guess is not None:
-            own.spread = kernels.squared_distance(round.gradient, self.history) / self._size
+    def _real(self, round: Round, square: float) -> Change:
+        return Change(round.average, round.used, scale=self._clip(square), hyper=round.hyper)
+
+    def _launch_tally(self, round: Round, shared: Vector) -> None:
+        own, self._contribution = self._contribution, Tally()
+        round.square = kernels.squared_norm(round.gradient)
+        own.square = round.square / self._size
+        own.nonfinite = float(not math.isfinite(round.square))
+        if self.adaptive:
+            round.shared = shared
+            own.spread = kernels.squared_distance(round.gradient, shared) / self._size
         round.tally_work = self.exchange.launch(own, round.used)
 
-    def _predict(self, base: Vector, round: Round) -> None:
-        """Forward weights: U(b, s, ghat), whose state is thrown away."""
+    def _predict(self, round: Round, shared: Vector, used: list[bool]) -> Change | None:
+        """ghat, as what a second update is to be made with."""
         if self._prediction is None:
-            self._layout.load(base)
-            return
-        alpha = self._prediction.alpha
-        if alpha is None:
-            alpha = self.confidence.alpha
-        ghat, used = self.history, self.used
-        # A gradient of this rank that is not finite must not reach its weights.
-        if alpha < 1.0 and math.isfinite(kernels.squared_norm(round.gradient)):
-            used = [a or b for a, b in zip(self.used, round.used, strict=True)]
+            return None
+        alpha = self.confidence.alpha if self._prediction.alpha is None else self._prediction.alpha
+        if not math.isfinite(round.square):
+            alpha = 1.0  # this rank's gradient must not reach its weights
+        change = Change(shared, used)
+        if alpha < 1.0:
+            change.used = [a or b for a, b in zip(used, round.used, strict=True)]
             if alpha == 0.0:
-                ghat = round.gradient
+                change.shared = round.gradient  # as it is, not to rounding
             else:
-                assert self._guess is not None
-                ghat = self._guess
-                for out, g, c in zip(ghat.flats, round.gradient.flats, self.history.flats, strict=True):
-                    torch.lerp(g, c, alpha, out=out)
-        self._update.preview(base, ghat, self._scale(None, ghat), used, None, None)
+                change.local, change.alpha = round.gradient, alpha
+        if self._max_norm is not None:
+            change.scale = self._clip(kernels.squared_blend(change.shared, change.local, change.alpha))
+        return change
 
-    def _scale(self, square: float | None, vector: Vector | None = None) -> float:
-        """Factor of clipping, as torch.nn.utils.clip_grad_norm_ computes it."""
+    def _clip(self, square: float) -> float:
+        """Factor for a gradient of this squared norm, as torch.nn.utils.clip_grad_norm_ computes it."""
         if self._max_norm is None:
             return 1.0
-        if square is None:
-            assert vector is not None
-            square = kernels.squared_norm(vector)
         return min(1.0, self._max_norm / (math.sqrt(square) + 1e-6))
+
+    def _wait(self, work: Work) -> None:
+        start = time.perf_counter()
+        work.wait()
+        self._waited(start)
+
+    def _waited(self, start: float) -> None:
+        seconds = time.perf_counter() - start
+        self.measured.exposed += seconds
+        self._contribution.exposed += seconds
+
+
+def in_flight(works: Sequence[Work | None]) -> float:
+    """Seconds from the first submission to the last completion; 0 where that is not known."""
+    times = [t for work in works if work is not None and (t := work.times()) is not None]
+    if not times:
+        return 0.0
+    return (max(t[2] for t in times) - min(t[0] for t in times)) * 1e-9

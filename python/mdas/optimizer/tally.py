@@ -37,7 +37,9 @@ class Tally:
     compute: float = 0.0
     """Seconds between the end of the step before and the start of this one."""
     bulk: float = 0.0
-    """Seconds for which the step before had buckets in flight."""
+    """Seconds for which the buckets of the last average that arrived were in flight."""
+    urgent: float = 0.0
+    """Seconds for which its tally was."""
     average_square: float = 0.0
     """|gbar|² of the last average that arrived; from rank 0."""
     error: float = 0.0

@@ -6,6 +6,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,40 +23,48 @@ def snapshot(groups: Sequence[dict[str, Any]]) -> Hyper:
     return [{k: _clone(v) for k, v in group.items() if k != "params"} for group in groups]
 
 
-class Update(Protocol):
-    """U(weights, state, gradient) of a torch optimizer.
+@dataclass(slots=True)
+class Change:
+    """A gradient to make an update with: scale * (shared + (1 - alpha) (local - shared))."""
 
-    `gradient` is multiplied by `scale` (clipping); parameters that are not `used` do not move;
-    `hyper` None stands for the groups as they are.
-    """
+    shared: Vector
+    used: Sequence[bool]
+    """Parameters without a gradient do not move."""
+    local: Vector | None = None
+    """None: the gradient is `shared`."""
+    alpha: float = 1.0
+    scale: float = 1.0
+    hyper: Hyper | None = None
+    """Hyper-parameters to apply; None: the groups as they are."""
+
+
+class Update(Protocol):
+    """U(weights, state, gradient) of a torch optimizer."""
 
     name: str
 
-    def step(
-        self, weights: Vector | None, gradient: Vector, scale: float, used: Sequence[bool], hyper: Hyper | None
-    ) -> None:
-        """Moves the weights (None: the parameters themselves) and the optimizer's state."""
-        ...
-
-    def preview(
+    def run(
         self,
-        weights: Vector,
-        gradient: Vector,
-        scale: float,
-        used: Sequence[bool],
-        hyper: Hyper | None,
-        into: Vector | None,
+        base: Vector | None,
+        real: Change | None,
+        forward: Sequence[Tensor] | None = None,
+        prediction: Change | None = None,
     ) -> None:
-        """Writes the weights that `step` would give to `into` (None: to the parameters);
-        changes neither `weights` nor the optimizer's state."""
+        """Moves weights and optimizer state by `real`, if there is one; then writes to `forward`
+        the weights that a second update by `prediction` would give (without one: the base weights),
+        which leaves no trace in the state.
+
+        `base`: the weights; None: the parameters themselves. `forward`: one tensor per parameter of
+        the layout, possibly the parameters.
+        """
         ...
 
 
 class GenericUpdate:
     """Any optimizer whose `step()` needs no closure: bit for bit what it does by itself.
 
-    It runs on the base weights with the averaged gradient in `param.grad`; for a preview, on a copy
-    of weights and state that is thrown away.
+    It runs on the base weights with the averaged gradient in `param.grad`; for a prediction, on a
+    copy of weights and state that is thrown away.
     """
 
     name = "generic"
@@ -65,35 +74,40 @@ class GenericUpdate:
         self._layout = layout
         self._gradient = layout.vector()
 
-    def step(
-        self, weights: Vector | None, gradient: Vector, scale: float, used: Sequence[bool], hyper: Hyper | None
+    def run(
+        self,
+        base: Vector | None,
+        real: Change | None,
+        forward: Sequence[Tensor] | None = None,
+        prediction: Change | None = None,
     ) -> None:
+        weights: Sequence[Tensor] = self._layout.parameters if base is None else base.views
+        if real is not None:
+            self._step(weights, real)
+        if forward is None:
+            return
+        torch._foreach_copy_(list(forward), [w.detach() for w in weights])
+        if prediction is not None:
+            with self._trial():
+                self._step(forward, prediction)
+
+    def _step(self, weights: Sequence[Tensor], change: Change) -> None:
         with ExitStack() as stack:
-            stack.enter_context(self._gradients(gradient, scale, used))
-            if weights is not None:
+            if weights is not self._layout.parameters:
                 stack.enter_context(weights_in(self._layout, weights))
-            if hyper is not None:
-                stack.enter_context(self._hyper(hyper))
+            stack.enter_context(self._gradients(change))
+            if change.hyper is not None:
+                stack.enter_context(self._hyper(change.hyper))
             self._inner.step()
 
-    def preview(
-        self,
-        weights: Vector,
-        gradient: Vector,
-        scale: float,
-        used: Sequence[bool],
-        hyper: Hyper | None,
-        into: Vector | None,
-    ) -> None:
-        if into is None:
-            self._layout.load(weights)
-        else:
-            into.copy_(weights)
+    @contextmanager
+    def _trial(self) -> Iterator[None]:
+        """State and groups are afterwards what they were before."""
         inner = self._inner
         state, groups = inner.state, [dict(group) for group in inner.param_groups]
         inner.state = defaultdict(dict, {p: _clone(values) for p, values in state.items()})
         try:
-            self.step(into, gradient, scale, used, hyper)
+            yield
         finally:
             inner.state = state
             for group, before in zip(inner.param_groups, groups, strict=True):
@@ -101,14 +115,19 @@ class GenericUpdate:
                 group.update(before)
 
     @contextmanager
-    def _gradients(self, gradient: Vector, scale: float, used: Sequence[bool]) -> Iterator[None]:
-        """`param.grad` is a copy of the gradient: an optimizer may change it in place."""
-        torch._foreach_copy_(self._gradient.flats, gradient.flats)
-        if scale != 1.0:
-            torch._foreach_mul_(self._gradient.flats, scale)
+    def _gradients(self, change: Change) -> Iterator[None]:
+        """`param.grad` is memory of our own: an optimizer may change it in place."""
+        own = self._gradient
+        if change.local is None:
+            own.copy_(change.shared)
+        else:
+            for out, c, g in zip(own.flats, change.shared.flats, change.local.flats, strict=True):
+                torch.lerp(g, c, change.alpha, out=out)
+        if change.scale != 1.0:
+            torch._foreach_mul_(own.flats, change.scale)
         parameters = self._layout.parameters
         theirs = [p.grad for p in parameters]
-        for p, view, is_used in zip(parameters, self._gradient.views, used, strict=True):
+        for p, view, is_used in zip(parameters, own.views, change.used, strict=True):
             p.grad = view if is_used else None
         try:
             yield
@@ -134,10 +153,10 @@ class GenericUpdate:
 
 
 @contextmanager
-def weights_in(layout: Layout, weights: Vector) -> Iterator[None]:
+def weights_in(layout: Layout, weights: Sequence[Tensor]) -> Iterator[None]:
     """The parameters lie in the memory of `weights` for a while."""
     theirs = [p.data for p in layout.parameters]
-    for p, view in zip(layout.parameters, weights.views, strict=True):
+    for p, view in zip(layout.parameters, weights, strict=True):
         p.data = view
     try:
         yield
@@ -152,7 +171,7 @@ def _clone(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, dict):
         return {k: _clone(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return type(value)(_clone(v) for v in value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

@@ -70,7 +70,7 @@ class BaseWeights:
             return
         self._lent = True
         try:
-            with weights_in(self._layout, weights), self._collector.refuse(_BACKWARD):
+            with weights_in(self._layout, weights.views), self._collector.refuse(_BACKWARD):
                 yield
         finally:
             self._lent = False

@@ -43,7 +43,7 @@ def test_sync(n):
         assert torch.equal(o, ref)
 
 
-@pytest.mark.parametrize("predict", ["none", "history", "blend", "local"])
+@pytest.mark.parametrize("predict", ["none", "history", "blend", "local", "sketch", "sketch+blend"])
 def test_runs(predict):
     def body(c):
         m = mlp()
@@ -54,7 +54,7 @@ def test_runs(predict):
     for o in out:
         print(o[2][-1], o[3])
         assert torch.equal(o[0], out[0][0])
-        if predict in ("none", "history"): assert torch.equal(o[1], out[0][1])
+        if predict in ("none", "history", "sketch"): assert torch.equal(o[1], out[0][1])
 
 
 def test_blend_same_data():
