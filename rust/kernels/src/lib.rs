@@ -29,6 +29,8 @@ mod lanes;
 pub mod optimize;
 pub mod reduce;
 pub mod rules;
+pub mod sketch;
+pub mod stats;
 
 pub use dispatch::{Level, with_level};
 pub use dtype::{DType, ReduceOp, Unsupported, supported};

@@ -146,13 +146,11 @@ impl<R: Rule<K>, const K: usize> Fused<'_, '_, R, K> {
     #[inline(always)]
     fn block<const N: usize>(&mut self, at: usize) {
         let mut weights = load(self.base, at);
-        let mut state = self.state.each_ref().map(|part| load::<N>(part, at));
+        let mut state = self.state.each_ref().map(|part| load::<_, N>(part, at));
         if let Some(real) = &self.real {
             (weights, state) = real.block(at, weights, state);
             store(self.base, at, weights);
-            for k in 0..K {
-                store(self.state[k], at, state[k]);
-            }
+            self.state.iter_mut().zip(state).for_each(|(part, block)| store(part, at, block));
         }
         match &mut self.forward {
             Forward::Absent => {}
