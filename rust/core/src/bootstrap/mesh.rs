@@ -1,0 +1,280 @@
+//! The mesh: every rank connected with every other.
+//!
+//! Rank i dials every rank below it; who is dialed knows from the hello which connection it is.
+
+use super::handshake::{self, Answer, Failure, Hello, Identity, Purpose};
+use super::listener::{Listener, Visitor};
+use super::rendezvous::{interrupted, name};
+use super::wire::{Patience, SLICE, Trouble};
+use crate::error::{Error, Result};
+use crate::transport::tcp::{Streams, Tcp, TcpOptions};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Ranks that are dialed at the same time.
+const DIALERS: usize = 8;
+
+/// Connecting and greeting: if it takes longer, try again.
+const ATTEMPT: Duration = Duration::from_secs(5);
+
+/// What the dialers report.
+enum Report {
+    Connected {
+        peer: usize,
+        slot: usize,
+        stream: TcpStream,
+    },
+    /// It will be tried again.
+    Failing {
+        peer: usize,
+        cause: String,
+    },
+    Fatal(Error),
+}
+
+/// Connects this rank with all others: `addresses[r]` is where rank r's [`Listener`] is.
+///
+/// `configuration` says in words what must be equal on all ranks. `keep_going` is asked at least
+/// every 100 ms, from this thread; false ends the wait with [`Error::Closed`]. The listener is closed.
+///
+/// # Errors
+/// [`Error::Timeout`] names the ranks that are missing and why, [`Error::Configuration`] what differs.
+pub fn connect(
+    listener: Listener,
+    addresses: &[SocketAddr],
+    configuration: &str,
+    options: TcpOptions,
+    deadline: Duration,
+    keep_going: &dyn Fn() -> bool,
+) -> Result<Tcp> {
+    let identity = listener.identity().clone();
+    let Identity { rank, size, .. } = identity;
+    if addresses.len() != size || rank >= size || options.bulk_connections == 0 {
+        let (addresses, bulk) = (addresses.len(), options.bulk_connections);
+        return Err(Error::Invalid(format!(
+            "init: rank {rank} of {size} with {addresses} addresses and {bulk} bulk connections per peer"
+        )));
+    }
+    let configuration = format!("{configuration} bulk_connections={}", options.bulk_connections);
+    let slots = 1 + options.bulk_connections;
+    let patience = Patience { deadline: Instant::now() + deadline, keep_going };
+    let stopped = AtomicBool::new(false);
+    let next = AtomicUsize::new(0);
+    let dialing =
+        Dialing { identity: &identity, addresses, source: listener.address(), configuration: &configuration, slots };
+    let (reports, inbox) = channel();
+    let mut mesh = Mesh::new(rank, size, slots);
+
+    thread::scope(|scope| -> Result<()> {
+        for _ in 0..DIALERS.min(rank) {
+            let (reports, dialing, stopped, next) = (reports.clone(), &dialing, &stopped, &next);
+            let deadline = patience.deadline;
+            scope.spawn(move || {
+                let keep_going = || !stopped.load(Ordering::Relaxed);
+                let patience = Patience { deadline, keep_going: &keep_going };
+                for peer in
+                    std::iter::repeat_with(|| next.fetch_add(1, Ordering::Relaxed)).take_while(|peer| *peer < rank)
+                {
+                    dialing.all_of(peer, &patience, &reports);
+                }
+            });
+        }
+        let result = mesh.fill(&listener, &configuration, addresses, deadline, &patience, &inbox);
+        stopped.store(true, Ordering::Relaxed);
+        result
+    })?;
+    drop(listener);
+    Tcp::new(rank, mesh.streams(), options)
+}
+
+struct Dialing<'a> {
+    identity: &'a Identity,
+    addresses: &'a [SocketAddr],
+    source: SocketAddr,
+    configuration: &'a str,
+    slots: usize,
+}
+
+impl Dialing<'_> {
+    fn all_of(&self, peer: usize, patience: &Patience, reports: &Sender<Report>) {
+        for slot in 0..self.slots {
+            let report = loop {
+                match self.once(peer, slot, patience) {
+                    Ok(stream) => break Report::Connected { peer, slot, stream },
+                    Err(Failure::Interrupted) => return,
+                    Err(Failure::Fatal(error)) => break Report::Fatal(error),
+                    Err(Failure::Transient(cause)) => {
+                        let _ = reports.send(Report::Failing { peer, cause }); // nobody listens: it is over
+                        if patience.pause(SLICE).is_err() {
+                            return;
+                        }
+                    }
+                }
+            };
+            let over = matches!(report, Report::Fatal(_));
+            if reports.send(report).is_err() || over {
+                return;
+            }
+        }
+    }
+
+    fn once(&self, peer: usize, slot: usize, patience: &Patience) -> std::result::Result<TcpStream, Failure> {
+        let (rank, address) = (self.identity.rank, self.addresses[peer]);
+        let hello = Hello {
+            rank,
+            size: self.identity.size,
+            purpose: if slot == 0 { Purpose::Urgent } else { Purpose::Bulk },
+            index: slot.saturating_sub(1),
+            configuration: self.configuration.into(),
+            payload: (peer as u32).to_le_bytes().to_vec(),
+        };
+        let attempt = patience.at_most(ATTEMPT);
+        let stream = attempt.dial(address, Some(self.source.ip()))?;
+        handshake::introduce(&stream, self.identity, &hello, &attempt).map_err(|failure| match failure {
+            Failure::Fatal(Error::Configuration(message)) => {
+                Error::Configuration(format!("init: rank {rank} and rank {peer} at {address}: {message}")).into()
+            }
+            failure => failure,
+        })?;
+        // The peer answers when it, too, has come to `connect`.
+        match Answer::receive(&stream, patience)? {
+            Answer::Accepted => Ok(stream),
+            Answer::Refused(why) | Answer::Late(why) => {
+                Err(Error::Configuration(format!("init: rank {peer} at {address}: {why}")).into())
+            }
+        }
+    }
+}
+
+/// The connections so far.
+struct Mesh {
+    rank: usize,
+    /// Per rank: the urgent connection, then the bulk ones.
+    table: Vec<Vec<Option<TcpStream>>>,
+    missing: usize,
+    /// Per rank: why it is not here yet.
+    causes: Vec<Option<String>>,
+}
+
+impl Mesh {
+    fn new(rank: usize, size: usize, slots: usize) -> Mesh {
+        let row = || (0..slots).map(|_| None).collect();
+        let table = (0..size).map(|_| row()).collect();
+        Mesh { rank, table, missing: (size - 1) * slots, causes: vec![None; size] }
+    }
+
+    fn fill(
+        &mut self,
+        listener: &Listener,
+        configuration: &str,
+        addresses: &[SocketAddr],
+        deadline: Duration,
+        patience: &Patience,
+        inbox: &std::sync::mpsc::Receiver<Report>,
+    ) -> Result<()> {
+        while self.missing > 0 {
+            match patience.slice() {
+                Ok(_) => {}
+                Err(Trouble::Interrupted) => return Err(interrupted()),
+                Err(_) => {
+                    return Err(Error::Timeout {
+                        operation: "init".into(),
+                        waited: deadline,
+                        timeout: deadline,
+                        detail: self.who_is_missing(addresses),
+                    });
+                }
+            }
+            // Two sources and no select: short waits at the one, all that is there from the other.
+            if let Some(visitor) = listener.next(Duration::from_millis(if self.rank == 0 { 100 } else { 2 })) {
+                self.visit(visitor, configuration, patience)?;
+            }
+            for report in inbox.try_iter() {
+                match report {
+                    Report::Connected { peer, slot, stream } => {
+                        self.table[peer][slot] = Some(stream);
+                        self.missing -= 1;
+                    }
+                    Report::Failing { peer, cause } => self.causes[peer] = Some(cause),
+                    Report::Fatal(error) => return Err(error),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Somebody of our job dials us.
+    fn visit(&mut self, visitor: Visitor, configuration: &str, patience: &Patience) -> Result<()> {
+        let Visitor { stream, remote, hello } = visitor;
+        let (rank, size) = (self.rank, self.table.len());
+        let slot = match hello.purpose {
+            Purpose::Urgent => Some(0),
+            Purpose::Bulk => Some(1 + hello.index),
+            Purpose::Rendezvous => None,
+        };
+        let answering = patience.at_most(ATTEMPT);
+        let peer = hello.rank;
+        if (hello.size, hello.configuration.as_str()) != (size, configuration) {
+            let why = format!(
+                "rank {peer} at {remote} was started with world size {} and {:?}, rank {rank} with world size {size} and {configuration:?}",
+                hello.size, hello.configuration
+            );
+            if let Err(trouble) = Answer::Refused(why.clone()).send(&stream, &answering) {
+                log::warn!("telling rank {peer} at {remote}: {trouble}");
+            }
+            return Err(Error::Configuration(format!("init: {why}")));
+        }
+        let meant = hello.payload == (rank as u32).to_le_bytes();
+        let free = slot.and_then(|slot| self.table.get_mut(peer)?.get_mut(slot)).filter(|place| place.is_none());
+        match free {
+            Some(place) if meant && peer > rank => match Answer::Accepted.send(&stream, &answering) {
+                Ok(()) => {
+                    *place = Some(stream);
+                    self.missing -= 1;
+                }
+                Err(trouble) => self.causes[peer] = Some(trouble.to_string()), // it dials again
+            },
+            _ => {
+                let (purpose, index) = (hello.purpose, hello.index);
+                let why =
+                    format!("no place for rank {peer} from {remote} ({purpose:?} {index}) at rank {rank} of {size}");
+                log::warn!("{why}");
+                if let Err(trouble) = Answer::Refused(why).send(&stream, &answering) {
+                    log::warn!("telling rank {peer} at {remote}: {trouble}");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn who_is_missing(&self, addresses: &[SocketAddr]) -> String {
+        let absent = |rank: &usize| *rank != self.rank && self.table[*rank].iter().any(Option::is_none);
+        let absent: Vec<usize> = (0..self.table.len()).filter(absent).collect();
+        let because = |rank: &usize| {
+            let cause = match &self.causes[*rank] {
+                Some(cause) => cause.as_str(),
+                None if *rank > self.rank => "it has not dialed us",
+                None => "no answer",
+            };
+            format!("rank {rank} at {}: {cause}", addresses[*rank])
+        };
+        let details: Vec<String> = absent.iter().map(because).collect();
+        let who = name(&absent, self.table.len());
+        format!(
+            "rank {} has no connection with {who} ({}); does a firewall stand between the hosts?",
+            self.rank,
+            details.join("; ")
+        )
+    }
+
+    fn streams(self) -> Vec<Option<Streams>> {
+        let complete = |row: Vec<Option<TcpStream>>| {
+            let mut row = row.into_iter().flatten();
+            Some(Streams { urgent: row.next()?, bulk: row.collect() })
+        };
+        self.table.into_iter().map(complete).collect()
+    }
+}
