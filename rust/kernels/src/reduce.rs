@@ -50,50 +50,37 @@ pub unsafe fn combine(
         return;
     }
     let call = Call { op, dst, a: a.ptr, b: b.map(|b| b.ptr), n, divide_by };
-    use DType::{BF16 as B, Bool, F16 as H, F32 as F, F64, I32, I64, U8};
-    // SAFETY (of every arm): the pointers are of the arm's types, and the caller vouches for the rest.
-    match types {
-        // SAFETY: see above.
-        [F, F, F] => unsafe { call.run::<f32, f32, f32>() },
-        // SAFETY: see above.
-        [F64, F64, F64] => unsafe { call.run::<f64, f64, f64>() },
-        // SAFETY: see above.
-        [I32, I32, I32] => unsafe { call.run::<i32, i32, i32>() },
-        // SAFETY: see above.
-        [I64, I64, I64] => unsafe { call.run::<i64, i64, i64>() },
-        // SAFETY: see above; on bytes that are 0 or not 0, min and max are "and" and "or".
-        [U8, U8, U8] | [Bool, Bool, Bool] => unsafe { call.run::<u8, u8, u8>() },
-        // SAFETY: see above.
-        [H, H, H] => unsafe { call.run::<F16, F16, F16>() },
-        // SAFETY: see above.
-        [H, H, F] => unsafe { call.run::<F16, F16, f32>() },
-        // SAFETY: see above.
-        [H, F, H] => unsafe { call.run::<F16, f32, F16>() },
-        // SAFETY: see above.
-        [H, F, F] => unsafe { call.run::<F16, f32, f32>() },
-        // SAFETY: see above.
-        [F, H, H] => unsafe { call.run::<f32, F16, F16>() },
-        // SAFETY: see above.
-        [F, H, F] => unsafe { call.run::<f32, F16, f32>() },
-        // SAFETY: see above.
-        [F, F, H] => unsafe { call.run::<f32, f32, F16>() },
-        // SAFETY: see above.
-        [B, B, B] => unsafe { call.run::<Bf16, Bf16, Bf16>() },
-        // SAFETY: see above.
-        [B, B, F] => unsafe { call.run::<Bf16, Bf16, f32>() },
-        // SAFETY: see above.
-        [B, F, B] => unsafe { call.run::<Bf16, f32, Bf16>() },
-        // SAFETY: see above.
-        [B, F, F] => unsafe { call.run::<Bf16, f32, f32>() },
-        // SAFETY: see above.
-        [F, B, B] => unsafe { call.run::<f32, Bf16, Bf16>() },
-        // SAFETY: see above.
-        [F, B, F] => unsafe { call.run::<f32, Bf16, f32>() },
-        // SAFETY: see above.
-        [F, F, B] => unsafe { call.run::<f32, f32, Bf16>() },
-        _ => {
-            panic!("{op} of {} and {} into {}: not one element type and its accumulator", types[0], types[1], types[2])
-        }
+    macro_rules! run {
+        ($($a:ident $b:ident $dst:ident: $($types:ty),*;)*) => {
+            match types {
+                // SAFETY: the pointers are to elements of these very types; the caller vouches for the rest.
+                $([DType::$a, DType::$b, DType::$dst] => unsafe { call.run::<$($types),*>() },)*
+                [a, b, dst] => panic!("{op} of {a} and {b} into {dst}: not one element type and its accumulator"),
+            }
+        };
+    }
+    run! {
+        F32 F32 F32: f32, f32, f32;
+        F64 F64 F64: f64, f64, f64;
+        I32 I32 I32: i32, i32, i32;
+        I64 I64 I64: i64, i64, i64;
+        U8 U8 U8: u8, u8, u8;
+        // On bytes that are 0 or not, the lesser is "and", the greater "or".
+        Bool Bool Bool: u8, u8, u8;
+        F16 F16 F16: F16, F16, F16;
+        F16 F16 F32: F16, F16, f32;
+        F16 F32 F16: F16, f32, F16;
+        F16 F32 F32: F16, f32, f32;
+        F32 F16 F16: f32, F16, F16;
+        F32 F16 F32: f32, F16, f32;
+        F32 F32 F16: f32, f32, F16;
+        BF16 BF16 BF16: Bf16, Bf16, Bf16;
+        BF16 BF16 F32: Bf16, Bf16, f32;
+        BF16 F32 BF16: Bf16, f32, Bf16;
+        BF16 F32 F32: Bf16, f32, f32;
+        F32 BF16 BF16: f32, Bf16, Bf16;
+        F32 BF16 F32: f32, Bf16, f32;
+        F32 F32 BF16: f32, f32, Bf16;
     }
 }
 
