@@ -27,7 +27,8 @@ class Work(Protocol):
 
     def wait(self, timeout: float | None = None) -> None:
         """Blocks until done, without holding the GIL; `timeout` in seconds of no progress
-        (None: the group's own). Raises what the operation failed with. May be called again."""
+        (None: the group's own). Raises what the operation failed with. May be called again.
+        """
         ...
 
     def times(self) -> tuple[int, int, int] | None:
@@ -54,16 +55,14 @@ class Communicator(Protocol):
     def allreduce(
         self, input: torch.Tensor, output: torch.Tensor, *, op: Op = "sum", lane: Lane = "bulk", tag: int = 0
     ) -> Work:
-        """output = op over all ranks' inputs; same shape and dtype; in place if both are one tensor."""
+        """Writes output = op over all ranks' inputs; same shape and dtype; in place if both are one tensor."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, lane: Lane = "bulk", tag: int = 0) -> Work:
         """Every rank's tensor becomes that of `root`."""
         ...
 
-    def allgather(
-        self, input: torch.Tensor, output: torch.Tensor, *, lane: Lane = "urgent", tag: int = 0
-    ) -> Work:
+    def allgather(self, input: torch.Tensor, output: torch.Tensor, *, lane: Lane = "urgent", tag: int = 0) -> Work:
         """output, of size * input.numel() elements, holds all ranks' inputs in rank order."""
         ...
 
@@ -100,9 +99,7 @@ class AloneCommunicator:
     def broadcast(self, tensor: torch.Tensor, root: int, *, lane: Lane = "bulk", tag: int = 0) -> Work:
         return Done()
 
-    def allgather(
-        self, input: torch.Tensor, output: torch.Tensor, *, lane: Lane = "urgent", tag: int = 0
-    ) -> Work:
+    def allgather(self, input: torch.Tensor, output: torch.Tensor, *, lane: Lane = "urgent", tag: int = 0) -> Work:
         output.copy_(input)
         return Done()
 
@@ -111,12 +108,14 @@ class CoreCommunicator:
     """A group of mdas's own engine.
 
     `engine` is a `_core.Engine`, `group` the id of one of its groups (0: its world), in which this
-    process has rank `rank` of `size`.
+    process has rank `rank` of `size`. `timeout`: seconds without progress after which an operation fails
+    (None: the engine's own).
     """
 
-    def __init__(self, engine: _core.Engine, group: int, rank: int, size: int) -> None:
+    def __init__(self, engine: _core.Engine, group: int, rank: int, size: int, timeout: float | None = None) -> None:
         self._engine = engine
         self._group = group
+        self._timeout = timeout
         self.rank = rank
         self.size = size
 
@@ -130,15 +129,13 @@ class CoreCommunicator:
     def allreduce(
         self, input: torch.Tensor, output: torch.Tensor, *, op: Op = "sum", lane: Lane = "bulk", tag: int = 0
     ) -> Work:
-        return self._engine.allreduce(self._group, _view(input), _view(output), op, lane, tag, None)
+        return self._engine.allreduce(self._group, _view(input), _view(output), op, lane, tag, self._timeout)
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, lane: Lane = "bulk", tag: int = 0) -> Work:
-        return self._engine.broadcast(self._group, _view(tensor), root, lane, tag, None)
+        return self._engine.broadcast(self._group, _view(tensor), root, lane, tag, self._timeout)
 
-    def allgather(
-        self, input: torch.Tensor, output: torch.Tensor, *, lane: Lane = "urgent", tag: int = 0
-    ) -> Work:
-        return self._engine.allgather(self._group, _view(input), _view(output), lane, tag, None)
+    def allgather(self, input: torch.Tensor, output: torch.Tensor, *, lane: Lane = "urgent", tag: int = 0) -> Work:
+        return self._engine.allgather(self._group, _view(input), _view(output), lane, tag, self._timeout)
 
 
 def _view(tensor: torch.Tensor) -> _core.View:

@@ -24,12 +24,13 @@ class Place:
     index: int
     name: str
     parameter: torch.nn.Parameter
+    shape: torch.Size
     bucket: int
     start: int
 
     def view(self, flat: Tensor) -> Tensor:
         """The parameter's part of a bucket, in the parameter's shape."""
-        return flat[self.start : self.start + self.parameter.numel()].view(self.parameter.shape)
+        return flat[self.start : self.start + self.shape.numel()].view(self.shape)
 
 
 class Vector:
@@ -68,7 +69,7 @@ class Layout:
                 self.sizes.append((0, dtype))
             bucket = open_buckets[dtype]
             start = self.sizes[bucket][0]
-            self.places.append(Place(len(self.places), name, parameter, bucket, start))
+            self.places.append(Place(len(self.places), name, parameter, parameter.shape, bucket, start))
             end = _align(start + parameter.numel(), ALIGNMENT_BYTES // dtype.itemsize)
             self.sizes[bucket] = (end, dtype)
             if end * dtype.itemsize >= capacity_bytes:

@@ -2,29 +2,78 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from mdas.communicator import AloneCommunicator, Communicator
+from mdas import session
+from mdas.communicator import Communicator, CoreCommunicator
 from mdas.errors import InvalidArgumentError
+from mdas.optimizer import checkpoint
 from mdas.optimizer.agreement import average_tensors, broadcast_tensors, require_agreement
 from mdas.optimizer.buckets import Layout
+from mdas.optimizer.fused import FusedUpdate, why_not_fused
 from mdas.optimizer.hooks import Collector
+from mdas.optimizer.inspection import check_options, describe, needs_closure, trained_parameters
 from mdas.optimizer.pipeline import Pipeline
 from mdas.optimizer.predict import PREDICTIONS
-from mdas.optimizer.update import GenericUpdate, snapshot
+from mdas.optimizer.tally import Tally
+from mdas.optimizer.update import GenericUpdate, Update, snapshot
 from mdas.optimizer.weights import BaseWeights
+
+if TYPE_CHECKING:
+    from mdas.group import Group
+
+logger = logging.getLogger("mdas.optimizer")
 
 Predict = Literal["sketch", "sketch+blend", "blend", "history", "local", "none"]
 
+LOSS_TAG = 0xFFFF_0002
+
 
 class DistributedOptimizer(torch.optim.Optimizer):
+    """Trains a module on all ranks of a group, with the gradient exchange hidden behind computation.
+
+    It is a `torch.optim.Optimizer`: `param_groups` and `state` are those of the optimizer that it wraps,
+    learning-rate schedulers accept it. All ranks construct it at the same point with the same model and
+    options, and call `step()` equally often; parameters and buffers start as rank 0's.
+
+    Under `schedule="delayed"`, step t applies the average gradient of step t - 1, which had a whole step
+    to arrive, and puts *forward weights* into the module: the base weights after one more update with a
+    prediction of the average in flight. An evaluation (`module.eval()`) and `module.state_dict()` see the
+    base weights by themselves; anything else that must do so uses `base_weights()`. Gradients are always
+    averaged over the ranks; the loss should be the mean over the rank's samples.
+
+    Args:
+        optimizer: any torch optimizer on parameters of `module`. SGD, Adam and AdamW have a fused kernel;
+            one whose `step()` needs a closure (LBFGS) works with `schedule="sync"` only.
+        module: what is trained, on the CPU, with dense gradients in a floating-point type.
+        schedule: "delayed", or "sync" to wait for every average. One rank alone is always synchronous.
+        predict: what stands in for the average in flight (see `mdas.optimizer.predict`): "sketch" (default),
+            "sketch+blend", "blend", "history", "local", or "none" for plain delayed training.
+        sketch_rank: rank of the sketch; its traffic is proportional.
+        warmup_steps: synchronous steps at the start, where a delay hurts most and the averages behind the
+            confidence settle.
+        bucket_mb: size at which a bucket is closed and its exchange starts, in MiB.
+        max_norm: clip the averaged gradient, over all parameters, to this 2-norm, as
+            `torch.nn.utils.clip_grad_norm_` does; None: no clipping.
+        fused: True or False to choose the update; None: fused where it fits, unless there is but one
+            rank. Both give what torch gives; the generic one bit for bit, the fused one to rounding.
+        group: an `mdas` group; None: all ranks of the job.
+        communicator: what to exchange through instead (see `mdas.communicator.Communicator`).
+
+    Raises:
+        MismatchError: on every rank, if models or options differ; names the first difference.
+        InvalidArgumentError: an option makes no sense, or the model cannot be trained this way.
+        NotInitializedError: neither `mdas.init()` nor a communicator.
+    """
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -36,29 +85,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         warmup_steps: int = 100,
         bucket_mb: float = 4.0,
         max_norm: float | None = None,
+        fused: bool | None = None,
+        group: Group | None = None,
         communicator: Communicator | None = None,
     ) -> None:
-        _check_options(optimizer, schedule, predict, sketch_rank, warmup_steps, bucket_mb, max_norm)
-        communicator = communicator or AloneCommunicator()
+        check_options(optimizer, schedule, predict, sketch_rank, warmup_steps, bucket_mb, max_norm)
+        named = trained_parameters(optimizer, module)
+        communicator = communicator or _communicator(group)
+        options = (
+            f"schedule={schedule!r}, predict={predict!r}, sketch_rank={sketch_rank}, "
+            f"warmup_steps={warmup_steps}, bucket_mb={bucket_mb}, max_norm={max_norm}, fused={fused}"
+        )
+        require_agreement(communicator, [options, *describe(optimizer, module)])
+        broadcast_tensors(communicator, [*module.parameters(), *module.buffers()])
+        # With one rank there is nothing to hide.
+        delayed = schedule == "delayed" and communicator.size > 1
         self._inner = optimizer
         self._module = module
         self._communicator = communicator
-        named = _trained_parameters(optimizer, module)
-        require_agreement(
-            communicator,
-            [
-                f"schedule={schedule!r}, predict={predict!r}, sketch_rank={sketch_rank}, "
-                f"warmup_steps={warmup_steps}, bucket_mb={bucket_mb}, max_norm={max_norm}",
-                *_describe(optimizer, module),
-            ],
-        )
-        broadcast_tensors(communicator, [*module.parameters(), *module.buffers()])
-
-        # With one rank there is nothing to hide.
-        delayed = schedule == "delayed" and communicator.size > 1
+        self._predict = predict
         self._warmup_steps: float = warmup_steps if delayed else math.inf
         self._layout = Layout(named, int(bucket_mb * 2**20))
-        self._update = GenericUpdate(optimizer, self._layout)
+        # One rank by itself is to give exactly what torch gives.
+        self._update = _update(optimizer, self._layout, False if communicator.size == 1 and not fused else fused)
         self._pipeline = Pipeline(
             self._layout,
             communicator,
@@ -70,8 +119,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         self._collector = Collector(self._layout, communicator)
         self._collector.begin(self._pipeline.new_round())
-        self._weights = BaseWeights(module, self._layout, self._collector, self._pipeline.preview)
-        self._where = {p: place for p, place in zip(self._layout.parameters, self._layout.places, strict=True)}
+        self._weights = BaseWeights(module, self._layout, self._collector, self._pipeline)
+        trained = set(self._layout.parameters)
+        self._frozen = [p for group in optimizer.param_groups for p in group["params"] if p not in trained]
+        self._index = {p: i for i, p in enumerate(self._layout.parameters)}
+        self._closed = False
         # What unpickling a torch optimizer does: sets up hooks and profiling without parameter groups of
         # its own, since `param_groups` and `state` are those of the wrapped optimizer.
         super().__setstate__({"defaults": optimizer.defaults})
@@ -88,101 +140,193 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step with this rank's gradients. Every rank calls it equally often, whatever its gradients.
+
+        A parameter that no rank has used does not move. If the average is not finite, no rank applies it.
+        `closure`, if given, is evaluated first (once; by LBFGS as often as it likes), and its value returned.
+        """
+        if self._closed:
+            raise RuntimeError("this mdas.DistributedOptimizer is closed")
         if self._weights.lent:
             raise RuntimeError("optimizer.step() within base_weights(): leave it first")
+        self._refuse_newcomers()
+        self._weights.forget()
+        if needs_closure(self._inner):
+            return self._step_by_closure(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         together = self._pipeline.measured.steps < self._warmup_steps
         self._pipeline.step(self._collector.finish(), snapshot(self.param_groups), together=together)
-        self._weights.forget()
         self._collector.begin(self._pipeline.new_round())
+        # A scheduler that was built on the wrapped optimizer asks it whether it has made a step.
+        self._inner._opt_called = True  # type: ignore[attr-defined]
         return loss
 
+    def _step_by_closure(self, closure: Callable[[], Any] | None) -> Any:
+        """The wrapped optimizer evaluates as often as it likes, with averaged loss and gradients."""
+        if closure is None:
+            raise TypeError(f"step(): {type(self._inner).__name__} needs a closure")
+
+        def averaged() -> Tensor:
+            with torch.enable_grad():
+                loss = closure()
+            round = self._collector.finish()
+            self._pipeline.average_into_grads(round)
+            self._collector.begin(self._pipeline.new_round())
+            value = torch.as_tensor(loss).detach().reshape(1).double()
+            self._communicator.allreduce(value, value, op="average", lane="urgent", tag=LOSS_TAG).wait()
+            return value[0].to(torch.as_tensor(loss).dtype)
+
+        return self._inner.step(averaged)  # type: ignore[arg-type]
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. Never touches bytes in flight."""
+        """As torch's. Bytes in flight are never the user's, so that it may be called at any time."""
         self._inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: buckets are laid out once.
+
+        Raises InvalidArgumentError; add the group to the wrapped optimizer, `close()` this one, and wrap anew.
+        """
+        raise InvalidArgumentError(
+            "add_param_group: the division into buckets is fixed. close() this optimizer, add the group to the "
+            "one that it wraps, and wrap that again, on all ranks"
+        )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backward only accumulates into `param.grad`; the first backward pass outside it
-        exchanges the sum."""
+        exchanges the sum. All ranks use it alike.
+        """
         return self._collector.pause()
 
     def base_weights(self) -> AbstractContextManager[None]:
+        """Within it, the module holds the base weights with the pending average applied: the same on all
+        ranks, and what synchronous training would call its weights.
+
+        Waits for the exchange in flight, is not collective, and leaves training as it was, bit for bit.
+        The weights are a copy: what is written to them is lost. May be nested. Does nothing where
+        the module holds base weights anyway (synchronous steps).
+        """
         return self._weights.lend()
 
     def averaged_grad(self, parameter: Tensor) -> Tensor | None:
-        """The newest average that has been applied, as a copy in the parameter's shape and dtype.
+        """The newest average that has been applied, before clipping: a copy in the parameter's shape and dtype.
 
-        None before the first one, and where no rank used the parameter. Under the delayed schedule
-        this is, after step t, the average gradient of step t - 1.
+        None before the first one, and where no rank used the parameter. Under the delayed schedule this
+        is, after step t, the average of the gradients of step t - 1.
+
+        Raises InvalidArgumentError if this optimizer does not train the parameter.
         """
-        place = self._where.get(parameter)  # type: ignore[call-overload]
-        if place is None:
+        index = self._index.get(parameter)  # type: ignore[call-overload]
+        if index is None:
             raise InvalidArgumentError("averaged_grad: not a parameter that this optimizer trains")
-        if not self._pipeline.used[place.index]:
-            return None
-        return self._pipeline.history.views[place.index].clone()
+        return self._pipeline.history.views[index].clone() if self._pipeline.used[index] else None
 
     def sync_buffers(self) -> None:
-        """Averages the module's floating-point buffers over the ranks. Collective."""
+        """Averages the module's floating-point buffers (BatchNorm statistics) over the ranks. Collective:
+        all ranks call it between the same two steps, and not between `backward()` and `step()`.
+        """
+        if self._collector.started:
+            raise RuntimeError("sync_buffers() between backward() and step(): call it after step()")
         average_tensors(self._communicator, list(self._module.buffers()))
 
+    def observe(self, *, loss: float | Tensor | None = None, samples: int | None = None) -> None:
+        """Adds this rank's loss (mean over its samples) and number of samples to the next step's tally."""
+        self._pipeline.observe(None if loss is None else float(loss), samples)
+
+    @property
+    def tally(self) -> Tally:
+        """Statistics of the last average that has arrived, summed over the ranks."""
+        return self._pipeline.tally
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Time for which `step()` on this rank waited for communication, from the start of training."""
+        return self._pipeline.measured.exposed
+
+    @property
+    def skipped_steps(self) -> int:
+        """Averages that were not finite and therefore not applied."""
+        return self._pipeline.measured.skipped
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's, plus, under "mdas", all that training needs to go on bit for bit.
+
+        Waits for the exchange in flight, is not collective, and leaves training as it was. Call it between
+        steps: gradients since the last `step()` are not part of it. For "none", "history" and "sketch", rank
+        0's file serves all ranks; with "local" and the blends every rank has forward weights of its own and
+        saves its own file (from another rank's, training goes on with that rank's forward weights for one
+        step, with a warning). Holds tensors, numbers, strings, lists and dictionaries only.
+        """
+        state = self._inner.state_dict()
+        state["mdas"] = checkpoint.save(self._pipeline, self._communicator.rank, self._predict)
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on where `state_dict()` was called. Parameters become the forward weights of that step;
+        load the module's own state (its buffers) before or after.
+
+        From a state without our part (a plain torch optimizer's) the delay starts anew, with a warning.
+
+        Raises InvalidArgumentError if it is of another model, or of another version's format.
+        """
+        if self._collector.started:
+            raise RuntimeError("load_state_dict() between backward() and step(): call it between steps")
+        if self._weights.lent:
+            raise RuntimeError("load_state_dict() within base_weights(): leave it first")
+        saved = state_dict.get("mdas")
+        if saved is not None:
+            checkpoint.check(self._layout, saved)
+        self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != "mdas"})
+        if saved is None:
+            logger.warning("load_state_dict: a torch optimizer's state; delay and warm-up start anew")
+            self._pipeline.restart()
+            self._pipeline.measured.steps = 0
+        else:
+            checkpoint.load(self._pipeline, saved, self._communicator.rank, self._predict)
+        self._weights.forget()
+
+    @torch.no_grad()
     def close(self) -> None:
-        self._weights.close()
+        """Ends training: applies the average in flight, leaves the base weights in the module, and removes
+        all hooks. Not collective. The wrapped optimizer can be used, or wrapped again, afterwards.
+        """
+        if self._closed:
+            return
+        self._closed = True
         self._collector.close()
+        self._weights.close()
+        self._pipeline.finish()
+
+    def __repr__(self) -> str:
+        who = f"rank {self._communicator.rank} of {self._communicator.size}"
+        how = "sync" if math.isinf(self._warmup_steps) else f"delayed, predict={self._predict!r}"
+        return f"DistributedOptimizer({how}, {self._update.name} update, {who}, of {self._inner!r})"
+
+    def _refuse_newcomers(self) -> None:
+        """A parameter that was frozen at the start has no bucket."""
+        for parameter in self._frozen:
+            if parameter.grad is not None:
+                raise RuntimeError(
+                    "a parameter that did not require a gradient when DistributedOptimizer was built has one "
+                    "now: close() the optimizer and wrap it again, on all ranks"
+                )
 
 
-def _check_options(
-    optimizer: torch.optim.Optimizer,
-    schedule: str,
-    predict: str,
-    sketch_rank: int,
-    warmup_steps: int,
-    bucket_mb: float,
-    max_norm: float | None,
-) -> None:
-    if schedule not in ("delayed", "sync"):
-        raise InvalidArgumentError(f'schedule={schedule!r}: choose "delayed" or "sync"')
-    if predict not in PREDICTIONS:
-        raise InvalidArgumentError(f"predict={predict!r}: choose one of {', '.join(PREDICTIONS)}")
-    if sketch_rank < 1:
-        raise InvalidArgumentError(f"sketch_rank={sketch_rank}: at least 1")
-    if warmup_steps < 0:
-        raise InvalidArgumentError(f"warmup_steps={warmup_steps}: at least 0")
-    if bucket_mb <= 0:
-        raise InvalidArgumentError(f"bucket_mb={bucket_mb}: more than 0")
-    if max_norm is not None and not max_norm > 0:
-        raise InvalidArgumentError(f"max_norm={max_norm}: more than 0, or None")
+def _communicator(group: Group | None) -> Communicator:
+    from mdas.group import Group
+
+    chosen = group or Group.world(session.current().engine)
+    return CoreCommunicator(chosen.engine, chosen.id, chosen.rank, chosen.size, chosen.timeout)
 
 
-def _trained_parameters(
-    optimizer: torch.optim.Optimizer, module: nn.Module
-) -> list[tuple[str, nn.Parameter]]:
-    """(name, parameter) of all that the optimizer moves, in order of registration."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named = [(n, p) for n, p in module.named_parameters() if id(p) in held]
-    if len(named) != len(held):
-        raise InvalidArgumentError(
-            f"the optimizer holds {len(held) - len(named)} parameters that the module does not have: pass the "
-            "module that they belong to"
-        )
-    return [(n, p) for n, p in named if p.requires_grad]
-
-
-def _describe(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
-    """What all ranks must have in common, a line per thing."""
-    groups = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    lines = [f"optimizer {type(optimizer).__name__}"]
-    for k, group in enumerate(optimizer.param_groups):
-        hyper = {key: value for key, value in group.items() if key != "params"}
-        lines.append(f"parameter group {k}: {hyper}")
-    for name, p in module.named_parameters():
-        lines.append(
-            f"parameter {name!r} of shape {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}, "
-            f"group {groups.get(id(p))}"
-        )
-    for name, b in module.named_buffers():
-        lines.append(f"buffer {name!r} of shape {tuple(b.shape)}, {b.dtype}")
-    return lines
+def _update(inner: torch.optim.Optimizer, layout: Layout, fused: bool | None) -> Update:
+    obstacle = why_not_fused(inner, layout)
+    if fused and obstacle is not None:
+        raise InvalidArgumentError(f"fused=True: {obstacle}")
+    if fused is not False and obstacle is None:
+        return FusedUpdate(inner, layout)
+    return GenericUpdate(inner, layout)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from mdas import _core
-from mdas.optimizer.buckets import Layout, Vector
+from mdas.errors import InvalidArgumentError
+from mdas.optimizer.buckets import Layout, Place, Vector
 from mdas.optimizer.update import Change
 
 Group = dict[str, Any]
@@ -31,8 +32,16 @@ class Family(Protocol):
         """Of the state tensors that are shaped like the parameter."""
         ...
 
-    def rule(self, group: Group, steps: float | None) -> Any:
-        """For the next update, `steps` updates having been made (None: there is no state yet)."""
+    def steps(self, state: State) -> int:
+        """Updates made so far, or, where torch does not count them, whether there were any."""
+        ...
+
+    def counter(self, state: State) -> Tensor | None:
+        """The count that torch keeps of updates, to be advanced; None where it keeps none."""
+        ...
+
+    def rule(self, group: Group, steps: int) -> Any:
+        """The kernel's rule for the update after `steps` updates."""
         ...
 
 
@@ -43,7 +52,13 @@ class _Sgd:
     def names(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def rule(self, group: Group, steps: float | None) -> Any:
+    def steps(self, state: State) -> int:
+        return int(state.get("momentum_buffer") is not None)
+
+    def counter(self, state: State) -> Tensor | None:
+        return None
+
+    def rule(self, group: Group, steps: int) -> Any:
         return _core.Sgd(
             lr=float(group["lr"]),
             momentum=group["momentum"],
@@ -51,7 +66,7 @@ class _Sgd:
             weight_decay=group["weight_decay"],
             nesterov=group["nesterov"],
             maximize=group["maximize"],
-            first=steps is None,
+            first=steps == 0,
         )
 
 
@@ -62,7 +77,14 @@ class _Adam:
     def names(self, group: Group) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def rule(self, group: Group, steps: float | None) -> Any:
+    def steps(self, state: State) -> int:
+        return int(state["step"]) if "step" in state else 0
+
+    def counter(self, state: State) -> Tensor | None:
+        counter: Tensor = state.setdefault("step", torch.tensor(0.0))
+        return counter
+
+    def rule(self, group: Group, steps: int) -> Any:
         beta1, beta2 = group["betas"]
         return _core.Adam(
             lr=float(group["lr"]),
@@ -71,13 +93,13 @@ class _Adam:
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             decoupled=group["decoupled_weight_decay"],
-            step=int(steps or 0) + 1,
+            step=steps + 1,
             maximize=group["maximize"],
         )
 
 
 # By exact type: a subclass may do something else.
-FAMILIES: dict[type[torch.optim.Optimizer], Family] = {
+_FAMILIES: dict[type[torch.optim.Optimizer], Family] = {
     torch.optim.SGD: _Sgd(),
     torch.optim.Adam: _Adam(),
     torch.optim.AdamW: _Adam(),
@@ -86,11 +108,11 @@ FAMILIES: dict[type[torch.optim.Optimizer], Family] = {
 
 def why_not_fused(inner: torch.optim.Optimizer, layout: Layout) -> str | None:
     """None if FusedUpdate fits; else what stands against it."""
-    family = FAMILIES.get(type(inner))
+    family = _FAMILIES.get(type(inner))
     if family is None:
         return f"there is no fused kernel for {type(inner).__name__}"
     if not all(family.supports(group) for group in inner.param_groups):
-        return "amsgrad, capturable and differentiable have no fused kernel"
+        return "there is no fused kernel with amsgrad, capturable or differentiable"
     for place in layout.places:
         p = place.parameter
         if p.dtype != torch.float32 or not p.is_contiguous():
@@ -109,7 +131,7 @@ class FusedUpdate:
     def __init__(self, inner: torch.optim.Optimizer, layout: Layout) -> None:
         self._inner = inner
         self._layout = layout
-        self._family = FAMILIES[type(inner)]
+        self._family = _FAMILIES[type(inner)]
 
     def run(
         self,
@@ -118,37 +140,83 @@ class FusedUpdate:
         forward: Sequence[Tensor] | None = None,
         prediction: Change | None = None,
     ) -> None:
-        groups = self._inner.param_groups
-        group_of = {p: k for k, group in enumerate(groups) for p in group["params"]}
         weights: Sequence[Tensor] = self._layout.parameters if base is None else base.views
-        rules = _Rules(self._family)
-        advanced: list[Tensor] = []
-        for i, (place, weight) in enumerate(zip(self._layout.places, weights, strict=True)):
+        plan = _Plan(self._family, self._inner.param_groups)
+        counters: list[Tensor] = []
+        for i, place in enumerate(self._layout.places):
             parameter = place.parameter
-            k, count = group_of[parameter], parameter.numel()
-            at = _address(weight, count, place.name)
-            ahead = None if forward is None else _address(forward[i], count, place.name)
+            at = _address(weights[i], place)
+            ahead = None if forward is None else _address(forward[i], place)
             state = self._inner.state.get(parameter, {})
             steps = self._family.steps(state)
-            first = second = None
-            if real is not None and real.used[i]:
-                group = groups[k] if real.hyper is None else real.hyper[k]
-                names = self._family.names(group)
-                first = _update(rules.get(k, real, group, steps), real, i)
+            first, names = plan.update(place, real, steps)
+            second, later_names = plan.update(place, prediction, steps + (first is not None))
+            if first is not None:
                 state = self._inner.state[parameter]
-                addresses = self._state(state, names, place.name, parameter)
-                if (counter := self._family.counter(state)) is not None:
-                    advanced.append(counter)
-                steps = (steps or 0.0) + 1.0
-            if prediction is not None and prediction.used[i]:
-                group = groups[k] if prediction.hyper is None else prediction.hyper[k]
-                names = self._family.names(group)
-                second = _update(rules.get(k, prediction, group, steps), prediction, i)
-                addresses = self._state(state, names, place.name, parameter)
-            if first is None and second is None:
-                addresses = []
-            _core.fused_update(count, at, addresses, first, ahead, second)
-        if advanced:
-            torch._foreach_add_(advanced, 1.0)
+                counter = self._family.counter(state)
+                if counter is not None:
+                    counters.append(counter)
+                if second is not None and names != later_names:
+                    # Momentum was switched on or off between the two: these are two kernels.
+                    _run(place, at, _tensors(state, names, parameter), first, None, None)
+                    first = None
+            if first is None:
+                state, names = dict(state), later_names
+            _run(place, at, _tensors(state, names, parameter), first, ahead, second)
+        if counters:
+            torch._foreach_add_(counters, 1.0)
         if base is None or forward is self._layout.parameters:
             torch.autograd.graph.increment_version(self._layout.parameters)
+
+
+class _Plan:
+    """Rules for this call, one per group, step count and change."""
+
+    def __init__(self, family: Family, groups: Sequence[Group]) -> None:
+        self._family = family
+        self._groups = groups
+        self._group_of = {p: k for k, group in enumerate(groups) for p in group["params"]}
+        self._rules: dict[tuple[int, int, int], tuple[Any, tuple[str, ...]]] = {}
+
+    def update(self, place: Place, change: Change | None, steps: int) -> tuple[Any, tuple[str, ...]]:
+        """The change of this parameter, for the kernel, and which state it needs; (None, ()) if none."""
+        if change is None or not change.used[place.index]:
+            return None, ()
+        k = self._group_of[place.parameter]
+        key = (k, steps, id(change))
+        if key not in self._rules:
+            group = self._groups[k] if change.hyper is None else change.hyper[k]
+            self._rules[key] = self._family.rule(group, steps), self._family.names(group)
+        rule, names = self._rules[key]
+        shared = change.shared.views[place.index].data_ptr()
+        local = None if change.local is None else change.local.views[place.index].data_ptr()
+        return _core.Update(rule, shared, local, change.alpha, change.scale), names
+
+
+def _run(place: Place, at: int, state: list[Tensor], real: Any, forward: int | None, prediction: Any) -> None:
+    addresses = [tensor.data_ptr() for tensor in state]
+    _core.fused_update(place.parameter.numel(), at, addresses, real, forward, prediction)
+
+
+def _tensors(state: State, names: Sequence[str], parameter: Tensor) -> list[Tensor]:
+    """The state that the kernel moves; made where there is none, as torch would."""
+    tensors = []
+    for name in names:
+        tensor = state.get(name)
+        if tensor is None:
+            tensor = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+        elif tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            tensor = tensor.float().contiguous()
+        state[name] = tensor
+        tensors.append(tensor)
+    return tensors
+
+
+def _address(tensor: Tensor, place: Place) -> int:
+    """Of the memory, after making sure that it still is what the kernel will take it for."""
+    if tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.shape != place.shape:
+        raise InvalidArgumentError(
+            f"parameter {place.name!r} has become {tensor.dtype} of shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()}: wrap the optimizer after changing the model"
+        )
+    return tensor.data_ptr()

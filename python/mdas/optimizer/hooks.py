@@ -14,6 +14,11 @@ from mdas.communicator import Communicator, Work
 from mdas.optimizer.buckets import Layout, Place, Vector
 from mdas.optimizer.tally import Tally, TallyExchange
 
+SPARSE = (
+    "only dense gradients can be averaged in buckets; build the embedding with sparse=False, "
+    "or leave it out of this optimizer"
+)
+
 
 @dataclass(slots=True)
 class Round:
@@ -89,6 +94,11 @@ class Collector:
         self._round = None
         return round
 
+    @property
+    def started(self) -> bool:
+        """Has a gradient come in since the last step?"""
+        return self._round is not None and any(self._round.used)
+
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Within it, backward only accumulates into `param.grad`."""
@@ -136,6 +146,8 @@ class Collector:
                 )
             gradient = parameter.grad
             assert gradient is not None
+            if gradient.layout != torch.strided:
+                raise RuntimeError(f"parameter {place.name!r} got a {gradient.layout} gradient: {SPARSE}")
             round.gradient.views[index].copy_(gradient)
             round.used[index] = True
             self._missing[bucket] -= 1

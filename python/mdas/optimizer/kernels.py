@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 
@@ -17,8 +16,7 @@ def squared_norm(vector: Vector) -> float:
 def squared_distance(a: Vector, b: Vector) -> float:
     """|a - b|², accumulated in float64."""
     return sum(
-        float(torch.linalg.vector_norm(x - y, dtype=torch.float64)) ** 2
-        for x, y in zip(a.flats, b.flats, strict=True)
+        float(torch.linalg.vector_norm(x - y, dtype=torch.float64)) ** 2 for x, y in zip(a.flats, b.flats, strict=True)
     )
 
 
@@ -33,12 +31,12 @@ def squared_blend(shared: Vector, local: Vector | None, alpha: float) -> float:
 
 
 def times(matrix: Tensor, tall: Tensor, out: Tensor) -> None:
-    """out (m, r) = matrix (m, n) @ tall (n, r)."""
+    """Writes out (m, r) = matrix (m, n) @ tall (n, r)."""
     torch.mm(matrix, tall, out=out)
 
 
 def transposed_times(matrix: Tensor, tall: Tensor, out: Tensor) -> None:
-    """out (n, r) = matrix (m, n)ᵀ @ tall (m, r)."""
+    """Writes out (n, r) = matrix (m, n)ᵀ @ tall (m, r)."""
     torch.mm(matrix.t(), tall, out=out)
 
 
@@ -46,12 +44,10 @@ def orthonormalize(tall: Tensor, seed: int) -> None:
     """The columns of `tall` (n, r), r <= n, become orthonormal, in place; dead ones are refilled from `seed`."""
     dead = torch.linalg.vector_norm(tall, dim=0) == 0
     if bool(dead.any()):
-        tall[:, dead] = torch.randn(
-            tall.shape[0], int(dead.sum()), generator=torch.Generator().manual_seed(seed)
-        )
+        tall[:, dead] = torch.randn(tall.shape[0], int(dead.sum()), generator=torch.Generator().manual_seed(seed))
     tall.copy_(torch.linalg.qr(tall)[0])
 
 
 def expand(shared: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
-    """out (m, n) = shared (m, n) + left (m, r) @ right (n, r)ᵀ."""
+    """Writes out (m, n) = shared (m, n) + left (m, r) @ right (n, r)ᵀ."""
     torch.addmm(shared, left, right.t(), out=out)

@@ -52,6 +52,7 @@ class Pipeline:
         self.layout = layout
         self._update = update
         self._prediction = prediction
+        self._delayed = delayed
         self._max_norm = max_norm
         self._rank, self._size = communicator.rank, communicator.size
         self.exchange = TallyExchange(communicator, len(layout.places))
@@ -87,6 +88,11 @@ class Pipeline:
         self._slots.reverse()
         return Round(self._slots[-1], self._free.pop(), [False] * len(self.layout.places))
 
+    def other_round(self) -> Round:
+        """A round beside the one that is being filled; for one that has arrived already."""
+        average = self._free.pop() if self._delayed else self.layout.vector()
+        return Round(self._slots[0], average, [False] * len(self.layout.places))
+
     def observe(self, loss: float | None, samples: int | None) -> None:
         """Adds to the next step's tally."""
         own = self._contribution
@@ -105,6 +111,15 @@ class Pipeline:
             self._step_delayed(round, hyper)
         self.measured.steps += 1
         self._ended = time.perf_counter()
+
+    def average_into_grads(self, round: Round) -> None:
+        """Waits for a round all of whose buckets are launched; `param.grad` becomes the average."""
+        self._launch_tally(round, self.history)
+        if self._arrive(round) is None:
+            return  # the line search sees the loss, which is not finite either
+        for place in self.layout.places:
+            if self.used[place.index]:
+                place.parameter.grad = self.history.views[place.index].clone()
 
     def preview(self) -> Vector | None:
         """The base weights with the pending average applied, in memory of their own.
@@ -132,17 +147,27 @@ class Pipeline:
             self.pending = None
         self.base = None
 
-    def _step_together(self, round: Round, hyper: Hyper) -> None:
+    def resume(self, base: Vector, pending: Round | None) -> None:
+        """Goes on from these base weights; the parameters are the forward weights already."""
+        self.base, self.pending = base, pending
+        if not self._delayed:
+            self.finish()
+
+    def finish(self) -> None:
+        """Applies what is pending; the parameters become the base weights."""
         if self.pending is not None:
             real = self._arrive(self.pending)
             self.pending = None
             self._update.run(self.base, real)
-        round.hyper = hyper
-        self._launch_tally(round, self.history)
-        self._update.run(self.base, self._arrive(round))
         if self.base is not None:
             self._update.run(self.base, None, self.layout.parameters)
             self.base = None
+
+    def _step_together(self, round: Round, hyper: Hyper) -> None:
+        self.finish()
+        round.hyper = hyper
+        self._launch_tally(round, self.history)
+        self._update.run(None, self._arrive(round))
 
     def _step_delayed(self, round: Round, hyper: Hyper) -> None:
         if self.sketcher is not None:
@@ -163,7 +188,8 @@ class Pipeline:
 
     def _arrive(self, round: Round) -> Change | None:
         """Waits for a round. Its average becomes the history, and is returned to be applied; None if
-        it is not finite: then nothing is learnt from it."""
+        it is not finite: then nothing is learnt from it.
+        """
         start = time.perf_counter()
         round.settle(self.exchange)
         self._waited(start)

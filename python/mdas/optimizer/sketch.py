@@ -98,13 +98,9 @@ class Sketcher:
             kernels.times(m.of(gradient), m.basis, m.own_left)
         torch._foreach_copy_(self._own_whole, [gradient.views[p.index] for p in self._whole])
         self._own_used.copy_(torch.tensor(used, dtype=torch.float32))
-        self._work = self._communicator.allreduce(
-            self._own_first, self._first, op="average", lane="urgent", tag=TAG
-        )
+        self._work = self._communicator.allreduce(self._own_first, self._first, op="average", lane="urgent", tag=TAG)
 
-    def finish(
-        self, gradient: Vector, history: Vector, into: Vector, wait: Callable[[Work], None]
-    ) -> list[bool]:
+    def finish(self, gradient: Vector, history: Vector, into: Vector, wait: Callable[[Work], None]) -> list[bool]:
         """Writes c = h + Q; returns which parameters have a gradient on any rank in this step.
 
         Where the sketch is not finite, c = h and the bases stay.
@@ -121,9 +117,7 @@ class Sketcher:
                 kernels.orthonormalize(m.left, SEED + m.index)
             kernels.transposed_times(m.of(gradient), m.left, m.own_right)
         # Also where it is of no use: communication never skips, so that ranks stay in step.
-        work = self._communicator.allreduce(
-            self._own_second, self._second, op="average", lane="urgent", tag=TAG + 1
-        )
+        work = self._communicator.allreduce(self._own_second, self._second, op="average", lane="urgent", tag=TAG + 1)
         wait(work)
         used = [count > 0 for count in self._used.tolist()]
         for m in self.matrices:

@@ -138,7 +138,8 @@ class GenericUpdate:
     @contextmanager
     def _hyper(self, hyper: Hyper) -> Iterator[None]:
         """The groups hold `hyper`; what the step itself changes in them (some optimizers keep
-        their state there) stays."""
+        their state there) stays.
+        """
         groups = self._inner.param_groups
         now = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         for group, values in zip(groups, hyper, strict=True):

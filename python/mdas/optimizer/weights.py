@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mdas.optimizer.buckets import Layout, Vector
 from mdas.optimizer.hooks import Collector
+from mdas.optimizer.pipeline import Pipeline
 from mdas.optimizer.update import weights_in
 
 _BACKWARD = (
@@ -31,20 +32,23 @@ class BaseWeights:
         module: nn.Module,
         layout: Layout,
         collector: Collector,
-        preview: Callable[[], Vector | None],
+        pipeline: Pipeline,
     ) -> None:
         self._module = module
         self._layout = layout
         self._collector = collector
-        self._preview = preview
+        self._pipeline = pipeline
         self._weights: Vector | None = None
         self._known = False
         self._lent = False
         self._forwards: list[Any] = []
+        self._before: list[Tensor] | None = None
         self._handles = [
             module.register_forward_pre_hook(_Hook(self._before_forward), prepend=True),
             module.register_forward_hook(_Hook(self._after_forward), always_call=True),
             module.register_state_dict_post_hook(_Hook(self._replace)),
+            module.register_load_state_dict_pre_hook(_Hook(self._before_load)),
+            module.register_load_state_dict_post_hook(_Hook(self._after_load)),
         ]
 
     @property
@@ -83,7 +87,7 @@ class BaseWeights:
         if not self._known:
             # Inference tensors would be of no use to whoever reads these weights later.
             with torch.inference_mode(False), torch.no_grad():
-                self._weights = self._preview()
+                self._weights = self._pipeline.preview()
             self._known = True
         return self._weights
 
@@ -112,6 +116,31 @@ class BaseWeights:
             if view is not None and key in state:
                 kept_vars = isinstance(state[key], nn.Parameter)
                 state[key] = nn.Parameter(view, parameter.requires_grad) if kept_vars else view
+
+    @torch.no_grad()
+    def _before_load(self, *args: Any) -> None:
+        """load_state_dict(): what is loaded are base weights, and so is what is left as it was."""
+        weights = None if self._lent else self._get()
+        if weights is not None:
+            self._before = [p.detach().clone() for p in self._layout.parameters]
+            torch._foreach_copy_(self._layout.parameters, weights.views)
+
+    @torch.no_grad()
+    def _after_load(self, *args: Any) -> None:
+        """New weights restart the delay: an average in flight belongs to the old ones. The base weights
+        themselves (a checkpoint of this very step) change nothing.
+        """
+        before, self._before = self._before, None
+        if before is None:
+            return
+        weights = self._get()
+        assert weights is not None
+        parameters = self._layout.parameters
+        if all(torch.equal(p, view) for p, view in zip(parameters, weights.views, strict=True)):
+            torch._foreach_copy_(parameters, before)
+        else:
+            self._pipeline.restart()
+            self.forget()
 
 
 class _Hook:

@@ -1,0 +1,89 @@
+"""Can this optimizer, on this module, be trained with these options? And what all ranks must have in common."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import nn
+
+from mdas.errors import InvalidArgumentError
+from mdas.optimizer.hooks import SPARSE
+from mdas.optimizer.predict import PREDICTIONS
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def check_options(
+    optimizer: torch.optim.Optimizer,
+    schedule: str,
+    predict: str,
+    sketch_rank: int,
+    warmup_steps: int,
+    bucket_mb: float,
+    max_norm: float | None,
+) -> None:
+    if schedule not in ("delayed", "sync"):
+        raise InvalidArgumentError(f'schedule={schedule!r}: choose "delayed" or "sync"')
+    if predict not in PREDICTIONS:
+        raise InvalidArgumentError(f"predict={predict!r}: choose one of {', '.join(PREDICTIONS)}")
+    if sketch_rank < 1:
+        raise InvalidArgumentError(f"sketch_rank={sketch_rank}: at least 1")
+    if warmup_steps < 0:
+        raise InvalidArgumentError(f"warmup_steps={warmup_steps}: at least 0")
+    if bucket_mb <= 0:
+        raise InvalidArgumentError(f"bucket_mb={bucket_mb}: more than 0")
+    if max_norm is not None and not max_norm > 0:
+        raise InvalidArgumentError(f"max_norm={max_norm}: more than 0, or None")
+    if schedule == "delayed" and needs_closure(optimizer):
+        raise InvalidArgumentError(
+            f"{type(optimizer).__name__} evaluates the loss several times per step, at weights that depend on "
+            'each other: use schedule="sync"'
+        )
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Does `step()` insist on a closure, as LBFGS does?"""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def trained_parameters(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) of all that the optimizer moves, in order of registration."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = [(n, p) for n, p in module.named_parameters() if id(p) in held]
+    if len(named) != len(held):
+        raise InvalidArgumentError(
+            f"the optimizer holds {len(held) - len(named)} parameters that the module does not have: pass the "
+            "module that they belong to"
+        )
+    named = [(n, p) for n, p in named if p.requires_grad]
+    if not named:
+        raise InvalidArgumentError("the optimizer holds no parameter that requires a gradient")
+    sparse = {id(m.weight) for m in module.modules() if isinstance(m, _EMBEDDINGS) and m.sparse}
+    for name, p in named:
+        if p.device.type != "cpu" or p.dtype not in _DTYPES:
+            raise InvalidArgumentError(
+                f"parameter {name!r} is {p.dtype} on {p.device}: trained are {', '.join(map(str, _DTYPES))} on the CPU"
+            )
+        if id(p) in sparse:
+            raise InvalidArgumentError(f"parameter {name!r} has sparse gradients: {SPARSE}")
+    return named
+
+
+def describe(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
+    """What all ranks must have in common, a line per thing."""
+    groups = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    lines = [f"optimizer {type(optimizer).__name__}"]
+    for k, group in enumerate(optimizer.param_groups):
+        hyper = {key: value for key, value in group.items() if key != "params"}
+        lines.append(f"parameter group {k}: {hyper}")
+    for name, p in module.named_parameters():
+        lines.append(
+            f"parameter {name!r} of shape {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}, "
+            f"group {groups.get(id(p))}"
+        )
+    for name, b in module.named_buffers():
+        lines.append(f"buffer {name!r} of shape {tuple(b.shape)}, {b.dtype}")
+    return lines
