@@ -1,7 +1,67 @@
-"""mdas: data-parallel training whose gradient exchange hides behind computation."""
+"""mdas: data-parallel training whose gradient exchange hides behind computation.
+
+    import mdas, torch
+    mdas.init()
+    optimizer = mdas.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+Importing it imports neither torch nor numpy; what needs torch does so when it is first used.
+"""
 
 from __future__ import annotations
 
-from mdas._core import __version__
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["__version__"]
+from mdas._core import Memory, Work, __version__
+from mdas.errors import (
+    ClosedError,
+    CollectiveTimeoutError,
+    ConfigurationError,
+    Error,
+    InvalidArgumentError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+)
+from mdas.group import Group, allgather, allreduce, barrier, broadcast, new_group, reduce_scatter
+from mdas.session import init, is_initialized, local_rank, local_size, node, rank, shutdown, size
+
+if TYPE_CHECKING:
+    from mdas.optimizer import DistributedOptimizer
+
+__all__ = [
+    "ClosedError",
+    "CollectiveTimeoutError",
+    "ConfigurationError",
+    "DistributedOptimizer",
+    "Error",
+    "Group",
+    "InvalidArgumentError",
+    "Memory",
+    "MismatchError",
+    "NotInitializedError",
+    "PeerLostError",
+    "Work",
+    "__version__",
+    "allgather",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "new_group",
+    "node",
+    "rank",
+    "reduce_scatter",
+    "shutdown",
+    "size",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DistributedOptimizer":
+        from mdas.optimizer import DistributedOptimizer
+
+        return DistributedOptimizer
+    raise AttributeError(f"module 'mdas' has no attribute {name!r}")

@@ -5,7 +5,6 @@ Nothing is imported for it: who holds a tensor has imported torch.
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -96,8 +95,3 @@ def split_shape(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
             "pad it, or pass out= of the right size"
         )
     return (shape[0] // parts, *shape[1:])
-
-
-def numel(shape: tuple[int, ...]) -> int:
-    """Number of elements."""
-    return math.prod(shape)

@@ -1,5 +1,6 @@
 //! `Engine`: one rank's place in a job.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,13 +8,14 @@ use mdas_core::collective::Collective;
 use mdas_core::collective::select::{ALGORITHMS, Algorithm};
 use mdas_core::engine::{self, Call, EngineConfig, GroupId, Region};
 use mdas_core::error::Error;
+use mdas_core::transport::tcp::Tcp;
 use mdas_core::transport::{Lane, loopback};
 use mdas_kernels::{DType, ReduceOp};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
 use crate::errors;
-use crate::process::AtHome;
+use crate::process::{AtHome, Inherited};
 use crate::view::View;
 use crate::work::Work;
 
@@ -22,6 +24,7 @@ use crate::work::Work;
 #[pyclass(frozen, module = "mdas._core")]
 pub(crate) struct Engine {
     engine: AtHome<Arc<engine::Engine>>,
+    sockets: Vec<Inherited>,
 }
 
 /// How a collective is to be run, beside its memory.
@@ -34,8 +37,8 @@ struct Options<'a> {
 }
 
 impl Engine {
-    pub(crate) fn new(engine: Arc<engine::Engine>) -> Self {
-        Self { engine: AtHome::new(engine) }
+    fn new(engine: Arc<engine::Engine>, sockets: Vec<Inherited>) -> Self {
+        Self { engine: AtHome::new(engine), sockets }
     }
 
     fn submit(
@@ -200,6 +203,25 @@ impl Engine {
         self.submit(py, Collective::Barrier, (DType::U8, 0), (Region::empty(), Region::empty()), &options)
     }
 
+    /// Statistics since the start, by name.
+    fn counters(&self, py: Python<'_>) -> PyResult<BTreeMap<&'static str, u64>> {
+        self.engine.home().check(py)?;
+        let counters = py.detach(|| self.engine.counters());
+        Ok(BTreeMap::from([
+            ("bytes_sent", counters.bytes_sent),
+            ("bytes_received", counters.bytes_received),
+            ("operations", counters.operations),
+        ]))
+    }
+
+    /// In a forked child: closes its copies of the sockets, without a word to the other ranks, so that they
+    /// notice when the parent dies. Does nothing elsewhere.
+    fn abandon(&self) {
+        if !self.engine.home().is_here() {
+            self.sockets.iter().for_each(Inherited::close);
+        }
+    }
+
     /// Says goodbye to the other ranks and stops; returns when that is done, after `deadline` seconds at most.
     fn shutdown(&self, py: Python<'_>, deadline: f64) -> PyResult<()> {
         self.engine.home().check(py)?;
@@ -266,6 +288,12 @@ impl EngineSettings {
     }
 }
 
+/// The engine on a connected TCP transport.
+pub(crate) fn connected(tcp: Tcp, config: EngineConfig) -> Result<Engine, Error> {
+    let sockets = tcp.sockets().filter_map(Inherited::new).collect();
+    engine::Engine::start(Box::new(tcp), config).map(|engine| Engine::new(engine, sockets))
+}
+
 /// Ranks 0 to `size` - 1 as engines of this one process, connected through memory. `nodes`: the node number of
 /// each rank; all on one node by default.
 #[pyfunction]
@@ -285,7 +313,7 @@ pub(crate) fn loopback_engines(
             Some(settings) => settings.config(rank, size, nodes.clone()),
             None => EngineConfig { nodes: nodes.clone(), ..EngineConfig::new(rank, size) },
         };
-        engine::Engine::start(Box::new(transport), config).map(Engine::new)
+        engine::Engine::start(Box::new(transport), config).map(|engine| Engine::new(engine, Vec::new()))
     };
     let engines: Result<Vec<Engine>, Error> = loopback::mesh(size).into_iter().enumerate().map(start).collect();
     engines.map_err(|e| errors::to_python(py, &e))

@@ -2,7 +2,9 @@
 
 mod engine;
 mod errors;
+mod join;
 mod kernels;
+mod logging;
 mod memory;
 mod process;
 mod view;
@@ -18,7 +20,15 @@ mod _core {
     #[pymodule_export]
     use super::engine::{Engine, EngineSettings, loopback_engines};
     #[pymodule_export]
+    use super::join::{Listener, host_identity, interfaces, local_address_towards, meet};
+    #[pymodule_export]
     use super::kernels::{Adam, Sgd, Update, cpu_level, fused_update};
+    #[pymodule_export]
+    use super::kernels::{copy_sqnorm, dot, sqdist, sqnorm};
+    #[pymodule_export]
+    use super::kernels::{expand, orthonormalize, times, transposed_times};
+    #[pymodule_export]
+    use super::logging::start_logging;
     #[pymodule_export]
     use super::memory::Memory;
     #[pymodule_export]

@@ -2,6 +2,7 @@
 
 use std::mem::ManuallyDrop;
 use std::ops::Deref;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::process;
 
 use mdas_core::error::Error;
@@ -18,7 +19,7 @@ impl Home {
         Self(process::id())
     }
 
-    fn is_here(self) -> bool {
+    pub(crate) fn is_here(self) -> bool {
         self.0 == process::id()
     }
 
@@ -67,4 +68,32 @@ impl<T> Drop for AtHome<T> {
             unsafe { ManuallyDrop::drop(&mut self.value) };
         }
     }
+}
+
+/// A socket that a forked child has a copy of.
+pub(crate) struct Inherited {
+    number: RawFd,
+    /// Tells it apart from whatever gets the number after it has been closed.
+    inode: u64,
+}
+
+impl Inherited {
+    pub(crate) fn new(socket: BorrowedFd<'_>) -> Option<Self> {
+        let number = socket.as_raw_fd();
+        Some(Self { number, inode: inode(number)? })
+    }
+
+    /// Closes the copy. For a forked child that never uses the socket's owner.
+    pub(crate) fn close(&self) {
+        if inode(self.number) == Some(self.inode) {
+            // SAFETY: it is still the socket, by its inode; its owner is a copy in a forked child, which
+            // `AtHome` keeps from ever being used or dropped.
+            drop(unsafe { OwnedFd::from_raw_fd(self.number) });
+        }
+    }
+}
+
+fn inode(number: RawFd) -> Option<u64> {
+    let link = std::fs::read_link(format!("/proc/self/fd/{number}")).ok()?;
+    link.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
 }

@@ -19,6 +19,7 @@ use landing::Landings;
 use poller::{Poller, Ready};
 use std::collections::VecDeque;
 use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -87,6 +88,7 @@ pub struct Tcp {
     /// Bulk connections that are busy, and when to look at their rates next.
     paced: Vec<usize>,
     next_pacing: Instant,
+    start: Instant,
     /// Reused by `turn`.
     touched: Vec<usize>,
     closing: bool,
@@ -108,6 +110,7 @@ impl Tcp {
             bulk_ready: VecDeque::new(),
             paced: Vec::new(),
             next_pacing: Instant::now(),
+            start: Instant::now(),
             touched: Vec::new(),
             closing: false,
         };
@@ -133,6 +136,11 @@ impl Tcp {
             tcp.peers.push(Peer { state: State::Connected, connections });
         }
         Ok(tcp)
+    }
+
+    /// Its sockets. A forked child closes its copies: peers notice a death only when the last one is closed.
+    pub fn sockets(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.connections.iter().flatten().map(|connection| connection.socket.as_fd())
     }
 
     /// The connection that a frame for `peer` goes out on; `None` if the peer is gone.
@@ -261,7 +269,11 @@ impl Tcp {
         }
         if now >= self.next_pacing {
             let connections = &mut self.connections;
-            self.paced.retain(|index| connections[*index].as_mut().is_some_and(|connection| connection.pace(now)));
+            let at = (now - self.start).as_secs_f64();
+            self.paced.retain(|index| {
+                // An error means that the connection is broken: reading will tell.
+                connections[*index].as_mut().is_some_and(|connection| connection.pace(at).unwrap_or(false))
+            });
             self.next_pacing = now + pacing::INTERVAL;
         }
         Some(self.next_pacing)

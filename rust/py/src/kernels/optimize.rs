@@ -1,15 +1,10 @@
-//! Vector math on addresses: `tensor.data_ptr()` and a number of elements.
-//!
-//! Who passes an address promises that so many elements lie there, and that no other thread touches them
-//! until the call returns. Everything runs without the GIL.
+//! The fused update and prediction.
 
-use mdas_core::error::Error;
-use mdas_kernels::Level;
 use mdas_kernels::optimize::{self, Forward, Gradient, Rule};
 use mdas_kernels::rules;
 use pyo3::prelude::*;
 
-use crate::errors;
+use super::{Area, Refused, check, detached};
 
 /// `torch.optim.SGD` under these hyper-parameters. Optimizer state: none without momentum, else the buffer;
 /// `first`: there is no buffer yet, it becomes the gradient.
@@ -118,7 +113,7 @@ pub(crate) fn fused_update(
     prediction: Option<PyRef<'_, Update>>,
 ) -> PyResult<()> {
     let job = Job { count, base, state, real: real.map(|u| *u), forward, prediction: prediction.map(|u| *u) };
-    py.detach(|| job.run()).map_err(|message| errors::to_python(py, &Error::Invalid(message)))
+    detached(py, || job.run())
 }
 
 /// Arguments of [`fused_update`].
@@ -132,7 +127,7 @@ struct Job {
 }
 
 impl Job {
-    fn run(&self) -> Result<(), String> {
+    fn run(&self) -> Result<(), Refused> {
         self.check()?;
         match self.real.or(self.prediction).map(|update| update.rule) {
             None | Some(RuleKind::Sgd(_)) => self.run_as(|rule| match rule {
@@ -150,36 +145,26 @@ impl Job {
         }
     }
 
-    /// Written memory must not be anybody else's.
-    fn check(&self) -> Result<(), String> {
-        let mut areas: Vec<(&str, usize, bool)> = vec![("base", self.base, true)];
-        areas.extend(self.state.iter().map(|&address| ("state", address, true)));
-        areas.extend(self.forward.map(|address| ("forward", address, true)));
+    fn area(&self, name: &'static str, address: usize) -> Area {
+        Area::new(name, address, self.count)
+    }
+
+    fn check(&self) -> Result<(), Refused> {
+        let mut written = vec![self.area("base", self.base)];
+        written.extend(self.state.iter().map(|&address| self.area("state", address)));
+        written.extend(self.forward.map(|address| self.area("forward", address)));
+        let mut read = Vec::new();
         for update in [self.real, self.prediction].into_iter().flatten() {
-            areas.push(("gradient", update.gradient, false));
-            areas.extend(update.local.map(|address| ("local", address, false)));
-        }
-        let bytes = self.count.checked_mul(size_of::<f32>()).ok_or("count is too large")?;
-        if bytes == 0 {
-            return Ok(());
-        }
-        for (i, &(name, start, written)) in areas.iter().enumerate() {
-            if start == 0 || !start.is_multiple_of(align_of::<f32>()) || start.checked_add(bytes).is_none() {
-                return Err(format!("{name} at {start:#x} is not the address of {} float32 elements", self.count));
-            }
-            for &(other, at, also_written) in &areas[..i] {
-                if (written || also_written) && start < at + bytes && at < start + bytes {
-                    return Err(format!("{name} overlaps {other}, and one of them is written to"));
-                }
-            }
+            read.push(self.area("gradient", update.gradient));
+            read.extend(update.local.map(|address| self.area("local", address)));
         }
         if self.prediction.is_some() && self.forward.is_none() {
             return Err("a prediction needs forward weights to write to".into());
         }
-        Ok(())
+        check(&written, &read)
     }
 
-    fn run_as<R: Rule<K>, const K: usize>(&self, pick: impl Fn(RuleKind) -> Option<R>) -> Result<(), String> {
+    fn run_as<R: Rule<K>, const K: usize>(&self, pick: impl Fn(RuleKind) -> Option<R>) -> Result<(), Refused> {
         let update = |update: Option<Update>| match update {
             None => Ok(None),
             Some(update) => match pick(update.rule) {
@@ -193,54 +178,24 @@ impl Job {
             .as_slice()
             .try_into()
             .map_err(|_| format!("the rule keeps {K} numbers of state per element, but got {}", self.state.len()))?;
-        // SAFETY: by `check`, the areas that are written to overlap nothing; who called promises the rest.
-        let (base, state) = unsafe { (written(self.base, self.count), state.map(|at| written(at, self.count))) };
+        // SAFETY: `check` has passed; who calls promises the rest.
+        let write = |name, address| unsafe { self.area(name, address).write() };
         let forward = match (self.forward, prediction) {
             (None, _) => Forward::Absent,
-            // SAFETY: as above.
-            (Some(at), None) => Forward::Base(unsafe { written(at, self.count) }),
-            // SAFETY: as above.
-            (Some(at), Some(update)) => Forward::Predicted(unsafe { written(at, self.count) }, update),
+            (Some(address), None) => Forward::Base(write("forward", address)),
+            (Some(address), Some(update)) => Forward::Predicted(write("forward", address), update),
         };
-        optimize::update(base, state, real, forward);
+        optimize::update(write("base", self.base), state.map(|address| write("state", address)), real, forward);
         Ok(())
     }
 
     fn update<R>(&self, update: Update, rule: R) -> optimize::Update<'_, R> {
-        // SAFETY: by `check`, nothing that is written to overlaps a gradient; who called promises the rest.
-        let read = |at| unsafe { read(at, self.count) };
+        // SAFETY: `check` has passed; who calls promises the rest.
+        let read = |address| unsafe { self.area("gradient", address).read() };
         let gradient = match update.local {
             None => Gradient::Plain(read(update.gradient)),
             Some(local) => Gradient::Blend { shared: read(update.gradient), local: read(local), alpha: update.alpha },
         };
         optimize::Update { rule, gradient, scale: update.scale }
     }
-}
-
-/// # Safety
-///
-/// `count` elements lie at `address` (any address will do for none), and nobody writes to them during `'a`.
-unsafe fn read<'a>(address: usize, count: usize) -> &'a [f32] {
-    if count == 0 {
-        return &[];
-    }
-    // SAFETY: see above.
-    unsafe { std::slice::from_raw_parts(address as *const f32, count) }
-}
-
-/// # Safety
-///
-/// `count` elements lie at `address` (any address will do for none), and nobody else touches them during `'a`.
-unsafe fn written<'a>(address: usize, count: usize) -> &'a mut [f32] {
-    if count == 0 {
-        return &mut [];
-    }
-    // SAFETY: see above.
-    unsafe { std::slice::from_raw_parts_mut(address as *mut f32, count) }
-}
-
-/// The vector instructions that the kernels use on this machine.
-#[pyfunction]
-pub(crate) fn cpu_level() -> &'static str {
-    Level::best().name()
 }

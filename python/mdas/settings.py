@@ -1,0 +1,102 @@
+"""What can be set, by `init`'s arguments or by environment variables (arguments win)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mdas.errors import ConfigurationError
+
+TRANSPORTS = ("auto", "tcp")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a process."""
+
+    timeout: float
+    """MDAS_TIMEOUT: seconds without progress after which an operation, or `init`, fails."""
+    warn_after: float
+    """MDAS_WARN_AFTER: seconds without progress after which a warning names the late ranks."""
+    transport: str
+    """MDAS_TRANSPORT: "auto" or "tcp"."""
+    secret: str | None
+    """MDAS_SECRET: what the connections of a job authenticate with; None: rank 0 makes a random one."""
+    interface: str | None
+    """MDAS_SOCKET_IFNAME: see `network.choose`."""
+    ports: tuple[int, int]
+    """MDAS_PORT_RANGE: first and last port to listen on; (0, 0): any."""
+    small_bytes: int | None
+    """MDAS_SMALL_BYTES: up to this size, latency decides which algorithm is used."""
+    algorithm: str | None
+    """MDAS_ALGORITHM: use this one wherever it fits."""
+    progress_cpus: tuple[int, ...]
+    """MDAS_PROGRESS_CPUS: where the progress thread may run, e.g. 0,2-3; empty: anywhere."""
+
+    def shared(self) -> dict[str, object]:
+        """Those that must be equal on all ranks, since they decide what is sent."""
+        return {"transport": self.transport, "small_bytes": self.small_bytes, "algorithm": self.algorithm}
+
+
+def read(
+    environ: Mapping[str, str],
+    *,
+    timeout: float | None = None,
+    warn_after: float | None = None,
+    transport: str | None = None,
+    secret: str | None = None,
+    interface: str | None = None,
+) -> Settings:
+    """Arguments, else environment variables, else defaults.
+
+    Raises:
+        ConfigurationError: a value makes no sense; the message names the variable and the value.
+    """
+    small_bytes = environ.get("MDAS_SMALL_BYTES")
+    chosen = Settings(
+        timeout=_seconds("timeout", timeout, "MDAS_TIMEOUT", environ, 300.0),
+        warn_after=_seconds("warn_after", warn_after, "MDAS_WARN_AFTER", environ, 10.0),
+        transport=transport or environ.get("MDAS_TRANSPORT") or "auto",
+        secret=secret or environ.get("MDAS_SECRET") or None,
+        interface=interface or environ.get("MDAS_SOCKET_IFNAME") or None,
+        ports=_range("MDAS_PORT_RANGE", environ.get("MDAS_PORT_RANGE") or "0-0", 65535),
+        small_bytes=_integer("MDAS_SMALL_BYTES", small_bytes) if small_bytes else None,
+        algorithm=environ.get("MDAS_ALGORITHM") or None,
+        progress_cpus=_cpus(environ.get("MDAS_PROGRESS_CPUS") or ""),
+    )
+    if chosen.transport not in TRANSPORTS:
+        raise ConfigurationError(f"transport {chosen.transport!r} (MDAS_TRANSPORT) is not one of {', '.join(TRANSPORTS)}")
+    return chosen
+
+
+def _seconds(name: str, argument: float | None, variable: str, environ: Mapping[str, str], default: float) -> float:
+    text = environ.get(variable)
+    try:
+        value = float(text) if argument is None and text else default if argument is None else float(argument)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        given = f"{variable}={text!r}" if argument is None else f"{name}={argument!r}"
+        raise ConfigurationError(f"{given} is not a positive, finite number of seconds")
+    return value
+
+
+def _integer(variable: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise ConfigurationError(f"{variable}: {text!r} is not a non-negative integer")
+    return int(text)
+
+
+def _range(variable: str, text: str, limit: int) -> tuple[int, int]:
+    first, dash, last = text.partition("-")
+    low = _integer(variable, first)
+    high = _integer(variable, last) if dash else low
+    if not low <= high <= limit:
+        raise ConfigurationError(f"{variable}: {text!r} is not a range like 20000-20100 of numbers up to {limit}")
+    return low, high
+
+
+def _cpus(text: str) -> tuple[int, ...]:
+    ranges = (_range("MDAS_PROGRESS_CPUS", part, 1023) for part in text.split(",") if part)
+    return tuple(cpu for low, high in ranges for cpu in range(low, high + 1))

@@ -1,0 +1,26 @@
+//! The core's log goes to stderr, never through Python: its threads must not wait for the GIL.
+
+use std::io::Write;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use env_logger::Builder;
+use pyo3::prelude::*;
+
+/// Stands in every line.
+static RANK: AtomicUsize = AtomicUsize::new(0);
+
+/// Writes the core's log to stderr as `mdas[rank] LEVEL message`. `filter` as in the crate `env_logger`:
+/// "error", "warn", "info", "debug", "trace", or e.g. "warn,mdas_core::engine=debug". The first call
+/// decides about the filter; later ones only change the rank.
+#[pyfunction]
+pub(crate) fn start_logging(rank: usize, filter: &str) {
+    RANK.store(rank, Ordering::Relaxed);
+    let started = Builder::new()
+        .parse_filters(filter)
+        .format(|line, record| {
+            writeln!(line, "mdas[{}] {} {}", RANK.load(Ordering::Relaxed), record.level(), record.args())
+        })
+        .try_init();
+    // Err: a logger is there already.
+    drop(started);
+}
