@@ -8,6 +8,7 @@
 //! To add an algorithm: write its file with a constant [`select::Algorithm`], add that to
 //! [`select::ALGORITHMS`]. The checker's tests take it from there.
 
+pub mod check;
 pub mod direct;
 pub mod exchange;
 pub mod plan;

@@ -60,17 +60,14 @@ struct Hop {
 
 impl Hop {
     fn steps(self, shape: &Shape) -> impl Iterator<Item = Step> + Send + use<> {
-        // Under a wider accumulation type the own input is converted while the message is on its way.
-        let wide = self.own.map(|own| own.of(Space::Scratch)).filter(|_| shape.widen && self.arriving.is_some());
-        let convert = self.own.zip(wide).map(|(own, wide)| Step::copy(Source::Local(own), wide));
         let store = self.arriving.map(|kind| Step::Store {
             source: Source::Message { peer: shape.before(1), kind },
-            with: wide.or(self.own),
+            with: self.own,
             into: self.into,
             finish: self.last,
         });
         let send = self.pass_on.then_some(Step::Send { peer: shape.after(1), from: self.into });
-        [convert, store, send].into_iter().flatten()
+        store.into_iter().chain(send)
     }
 }
 
@@ -98,7 +95,8 @@ fn allreduce(shape: Shape) -> Plan {
             };
             let contributes = 0 < hop && hop <= complete;
             let own_input = contributes.then_some(own);
-            Hop { arriving, own: own_input, into: own.of(space), last: hop == complete, pass_on: hop < last }.steps(&shape)
+            Hop { arriving, own: own_input, into: own.of(space), last: hop == complete, pass_on: hop < last }
+                .steps(&shape)
         })
     }))
 }

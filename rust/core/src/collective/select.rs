@@ -3,12 +3,12 @@
 //! The choice decides the order of summation, so it depends only on what is equal on all ranks:
 //! operation, count, element size, group size, accumulation type, and the two settings.
 
+use super::Collective;
 use super::direct::DIRECT;
 use super::exchange::EXCHANGE;
 use super::plan::{Plan, Shape, Source, Space, Span, Step};
 use super::ring::RING;
 use super::tree::{CHAIN, TREE};
-use super::Collective;
 
 /// One way to carry out collectives.
 #[derive(Clone, Copy)]
@@ -39,6 +39,12 @@ pub struct Planned {
     pub scratch: usize,
     /// The algorithm's name, "local" if there is nothing to exchange.
     pub name: &'static str,
+}
+
+impl From<Planned> for Recipe {
+    fn from(Planned { plan, scratch, .. }: Planned) -> Recipe {
+        Recipe { plan, scratch }
+    }
 }
 
 impl Algorithm {
@@ -111,7 +117,7 @@ fn choose(op: Collective, element_bytes: usize, shape: &Shape, small_bytes: usiz
 }
 
 /// A barrier has one element, and only reductions accumulate.
-fn normal(op: Collective, shape: &Shape) -> Shape {
+pub(super) fn normal(op: Collective, shape: &Shape) -> Shape {
     let mut shape = shape.clone();
     match op {
         Collective::Allreduce(_) | Collective::ReduceScatter(_) => {}
@@ -123,7 +129,7 @@ fn normal(op: Collective, shape: &Shape) -> Shape {
 
 /// A rank alone: its input is the result.
 fn alone(op: Collective, shape: Shape) -> Plan {
-    let reduces = matches!(op, Collective::Allreduce(_) | Collective::ReduceScatter(_));
+    let reduces = !matches!(op, Collective::Broadcast { .. } | Collective::Allgather);
     let input = Span::new(Space::Input, 0, shape.count);
     let copy = move |chunk: Span| Step::copy(Source::Local(chunk), chunk.of(Space::Output)).finish_if(reduces);
     Box::new(input.chunks(shape.chunk).map(copy))

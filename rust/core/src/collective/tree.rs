@@ -71,8 +71,7 @@ impl Relatives {
         let parent = (place > 0).then(|| rank_at(place & (place - 1)));
         // Children differ in a bit below the lowest set one.
         let bits = if place > 0 { place.trailing_zeros() } else { usize::BITS - 1 };
-        let children =
-            (0..bits).map(|bit| place + (1 << bit)).take_while(|&child| child < size).map(rank_at).collect();
+        let children = (0..bits).map(|bit| place + (1 << bit)).take_while(|&child| child < size).map(rank_at).collect();
         Relatives { parent, children }
     }
 
