@@ -66,7 +66,7 @@ def average_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> No
     for group in by_dtype.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
         communicator.allreduce(flat, flat, op="average", tag=TAG).wait()
-        for tensor, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
+        for tensor, part in zip(group, torch.split(flat, [t.numel() for t in group]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
 

@@ -74,7 +74,7 @@ class Layout:
             self.sizes[bucket] = (end, dtype)
             if end * dtype.itemsize >= capacity_bytes:
                 del open_buckets[dtype]
-        self.parameters = [place.parameter for place in self.places]
+        self.parameters: list[Tensor] = [place.parameter for place in self.places]
         self.members: list[list[Place]] = [[] for _ in self.sizes]
         for place in self.places:
             self.members[place.bucket].append(place)

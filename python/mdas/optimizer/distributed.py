@@ -139,7 +139,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._inner.state
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step with this rank's gradients. Every rank calls it equally often, whatever its gradients.
 
         A parameter that no rank has used does not move. If the average is not finite, no rank applies it.
@@ -219,7 +219,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises InvalidArgumentError if this optimizer does not train the parameter.
         """
-        index = self._index.get(parameter)  # type: ignore[call-overload]
+        index = self._index.get(parameter)
         if index is None:
             raise InvalidArgumentError("averaged_grad: not a parameter that this optimizer trains")
         return self._pipeline.history.views[index].clone() if self._pipeline.used[index] else None
@@ -251,7 +251,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Averages that were not finite and therefore not applied."""
         return self._pipeline.measured.skipped
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, plus, under "mdas", all that training needs to go on bit for bit.
 
         Waits for the exchange in flight, is not collective, and leaves training as it was. Call it between

@@ -65,7 +65,8 @@ class Collector:
         self._paused = False
         self._refusal: str | None = None
         self._handles: list[RemovableHandle] = [
-            place.parameter.register_post_accumulate_grad_hook(self._hook(place)) for place in layout.places
+            place.parameter.register_post_accumulate_grad_hook(self._hook(place))  # type: ignore[no-untyped-call]
+            for place in layout.places
         ]
 
     def begin(self, round: Round) -> None:

@@ -1,53 +1,66 @@
-"""Arithmetic whose result must be the same bits on every rank, whatever the machine."""
+"""Arithmetic whose result must be the same bits on every rank, whatever the machine: kernels of the core.
+
+They work on float32; other types are converted first, so that a float64 beyond the range of float32 counts
+as infinite here.
+"""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from mdas import _core
 from mdas.optimizer.buckets import Vector
 
 
 def squared_norm(vector: Vector) -> float:
     """|v|², accumulated in float64; not finite exactly if an element is not."""
-    return sum(float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2 for x in vector.flats)
+    return sum(_core.sqnorm(x.data_ptr(), x.numel()) for x in map(_float32, vector.flats))
 
 
 def squared_distance(a: Vector, b: Vector) -> float:
     """|a - b|², accumulated in float64."""
     return sum(
-        float(torch.linalg.vector_norm(x - y, dtype=torch.float64)) ** 2 for x, y in zip(a.flats, b.flats, strict=True)
+        _core.sqdist(x.data_ptr(), y.data_ptr(), x.numel())
+        for x, y in zip(map(_float32, a.flats), map(_float32, b.flats), strict=True)
     )
 
 
 def squared_blend(shared: Vector, local: Vector | None, alpha: float) -> float:
-    """|shared + (1 - alpha) (local - shared)|², accumulated in float64; local None: |shared|²."""
+    """|alpha shared + (1 - alpha) local|², accumulated in float64; local None: |shared|²."""
     if local is None:
         return squared_norm(shared)
-    return sum(
-        float(torch.linalg.vector_norm(torch.lerp(g, c, alpha), dtype=torch.float64)) ** 2
-        for c, g in zip(shared.flats, local.flats, strict=True)
+    inner = sum(
+        _core.dot(x.data_ptr(), y.data_ptr(), x.numel())
+        for x, y in zip(map(_float32, shared.flats), map(_float32, local.flats), strict=True)
     )
+    beta = 1.0 - alpha
+    square = alpha**2 * squared_norm(shared) + 2.0 * alpha * beta * inner + beta**2 * squared_norm(local)
+    return max(square, 0.0)
 
 
 def times(matrix: Tensor, tall: Tensor, out: Tensor) -> None:
-    """Writes out (m, r) = matrix (m, n) @ tall (n, r)."""
-    torch.mm(matrix, tall, out=out)
+    """Writes out (m, r) = matrix (m, n) @ tall (n, r). All contiguous float32."""
+    _core.times(*matrix.shape, tall.shape[1], matrix.data_ptr(), tall.data_ptr(), out.data_ptr())
 
 
 def transposed_times(matrix: Tensor, tall: Tensor, out: Tensor) -> None:
-    """Writes out (n, r) = matrix (m, n)ᵀ @ tall (m, r)."""
-    torch.mm(matrix.t(), tall, out=out)
-
-
-def orthonormalize(tall: Tensor, seed: int) -> None:
-    """The columns of `tall` (n, r), r <= n, become orthonormal, in place; dead ones are refilled from `seed`."""
-    dead = torch.linalg.vector_norm(tall, dim=0) == 0
-    if bool(dead.any()):
-        tall[:, dead] = torch.randn(tall.shape[0], int(dead.sum()), generator=torch.Generator().manual_seed(seed))
-    tall.copy_(torch.linalg.qr(tall)[0])
+    """Writes out (n, r) = matrix (m, n)ᵀ @ tall (m, r). All contiguous float32."""
+    _core.transposed_times(*matrix.shape, tall.shape[1], matrix.data_ptr(), tall.data_ptr(), out.data_ptr())
 
 
 def expand(shared: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Writes out (m, n) = shared (m, n) + left (m, r) @ right (n, r)ᵀ."""
-    torch.addmm(shared, left, right.t(), out=out)
+    """Writes out (m, n) = shared (m, n) + left (m, r) @ right (n, r)ᵀ. All contiguous float32."""
+    addresses = (tensor.data_ptr() for tensor in (shared, left, right, out))
+    _core.expand(*shared.shape, left.shape[1], *addresses)
+
+
+def orthonormalize(tall: Tensor, seed: int) -> None:
+    """Makes the columns of `tall` (n, r), r <= n, orthonormal, in place.
+
+    Columns that are zero, or depend on those before them, are refilled from `seed`.
+    """
+    _core.orthonormalize(*tall.shape, tall.data_ptr(), seed)
+
+
+def _float32(x: Tensor) -> Tensor:
+    return x.float()

@@ -46,9 +46,9 @@ class BaseWeights:
         self._handles = [
             module.register_forward_pre_hook(_Hook(self._before_forward), prepend=True),
             module.register_forward_hook(_Hook(self._after_forward), always_call=True),
-            module.register_state_dict_post_hook(_Hook(self._replace)),
-            module.register_load_state_dict_pre_hook(_Hook(self._before_load)),
-            module.register_load_state_dict_post_hook(_Hook(self._after_load)),
+            module.register_state_dict_post_hook(_Hook(self._replace)),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(_Hook(self._before_load)),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_post_hook(_Hook(self._after_load)),  # type: ignore[no-untyped-call]
         ]
 
     @property
