@@ -22,7 +22,9 @@
 //! does the writing. A span that is being sent is being read until the peer's step has received it.
 
 mod expression;
+mod fault;
 mod memory;
+mod structure;
 #[cfg(test)]
 mod tests;
 
@@ -30,8 +32,10 @@ use super::Collective;
 use super::plan::{Kind, Shape, Source, Space, Span, Step};
 use super::select::{Recipe, normal};
 use expression::{Expressions, Id, Node};
+pub use fault::{Fault, Violation};
 use memory::Memory;
 use std::sync::Arc;
+use structure::{match_messages, well_formed};
 
 /// A collective on all ranks of a group.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -109,142 +113,6 @@ pub struct Proof {
     pub messages: usize,
     /// Elements in them.
     pub elements: usize,
-}
-
-/// What is wrong with a plan, and where.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("rank {rank}, {}{fault}", Place { step: *.step, span: *.span })]
-pub struct Violation {
-    /// Whose plan.
-    pub rank: usize,
-    /// Which step of it, counted from 0; none if the plan as a whole fails.
-    pub step: Option<usize>,
-    /// The memory in question.
-    pub span: Option<Span>,
-    /// What is wrong.
-    pub fault: Fault,
-}
-
-struct Place {
-    step: Option<usize>,
-    span: Option<Span>,
-}
-
-impl std::fmt::Display for Place {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        if let Some(step) = self.step {
-            write!(f, "step {step}, ")?;
-        }
-        match self.span {
-            Some(Span { space, start, len }) => write!(f, "{space:?} {start}..{}: ", start + len),
-            None => Ok(()),
-        }
-    }
-}
-
-/// What can be wrong with a plan.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Fault {
-    /// A peer that does not exist, or the rank itself.
-    #[error("rank {peer} is no peer")]
-    NoPeer {
-        /// The peer named.
-        peer: usize,
-    },
-    /// A message that the other rank does not await, or does not send.
-    #[error("the message has no counterpart in the plan of rank {peer}")]
-    Unmatched {
-        /// The other rank.
-        peer: usize,
-    },
-    /// Sender and receiver disagree on a message's length.
-    #[error("rank {peer} sends {sent} elements in its step {step}, {awaited} are awaited")]
-    Length {
-        /// The sender.
-        peer: usize,
-        /// Its step.
-        step: usize,
-        /// Elements sent.
-        sent: usize,
-        /// Elements awaited.
-        awaited: usize,
-    },
-    /// Sender and receiver disagree on a message's type.
-    #[error("rank {peer} sends {sent:?} in its step {step}, {awaited:?} is awaited")]
-    WrongKind {
-        /// The sender.
-        peer: usize,
-        /// Its step.
-        step: usize,
-        /// Type sent.
-        sent: Kind,
-        /// Type awaited.
-        awaited: Kind,
-    },
-    /// An empty span, or one longer than a chunk.
-    #[error("a step handles 1 to {chunk} elements")]
-    Size {
-        /// Most elements in one step.
-        chunk: usize,
-    },
-    /// A span that reaches beyond its memory.
-    #[error("the memory has {len} elements")]
-    OutOfBounds {
-        /// Elements in that memory.
-        len: usize,
-    },
-    /// A store into the input.
-    #[error("the input must not be written")]
-    WritesInput,
-    /// The operands and the result of a store differ in length, or overlap without being the same.
-    #[error("{other:?} is neither the same memory nor disjoint, or differs in length")]
-    Operand {
-        /// The operand.
-        other: Span,
-    },
-    /// Reads what nothing was stored in.
-    #[error("reads elements that hold nothing yet")]
-    Uninitialized,
-    /// Overwrites what may not have been received yet.
-    #[error("overwrites what step {send} sends to rank {peer}, who may not have received it yet")]
-    InFlight {
-        /// The sending step of this rank.
-        send: usize,
-        /// Its receiver.
-        peer: usize,
-    },
-    /// A message may land before a step of this rank has used the memory.
-    #[error("the message may land before step {user} is done with this memory")]
-    LandsTooEarly {
-        /// That step.
-        user: usize,
-    },
-    /// Uses memory in which the message of a later step may have landed.
-    #[error("the message of step {landing} may have landed here already")]
-    MayHaveLanded {
-        /// That step.
-        landing: usize,
-    },
-    /// Nobody can go on.
-    #[error("waits for rank {peer} forever")]
-    Deadlock {
-        /// The rank whose message does not come.
-        peer: usize,
-    },
-    /// A wrong result.
-    #[error("output element {index} {why}")]
-    Wrong {
-        /// Which one.
-        index: usize,
-        /// What is wrong with it.
-        why: String,
-    },
-    /// Another order of summation than on rank 0.
-    #[error("output element {index} is summed in another order than on rank 0")]
-    Order {
-        /// Which one.
-        index: usize,
-    },
 }
 
 /// How many steps of every rank are known to have run.
@@ -376,7 +244,7 @@ impl<'a> Run<'a> {
         for (number, rank) in self.ranks.iter().enumerate() {
             let at = rank.at(number);
             if let Some(&Step::Store { source: Source::Message { peer, .. }, into, .. }) = rank.steps.get(at) {
-                return Err(violation(number, at, into, Fault::Deadlock { peer }));
+                return Err(Violation::at(number, at, into, Fault::Deadlock { peer }));
             }
         }
         Ok(())
@@ -419,12 +287,12 @@ impl<'a> Run<'a> {
                 continue;
             };
             let known = known.clone();
-            let values = sender.memory.peek(from).map_err(|fault| violation(peer, partner, from, fault))?;
+            let values = sender.memory.peek(from).map_err(|fault| Violation::at(peer, partner, from, fault))?;
             let me = &mut self.ranks[rank];
             if lands_in_place(&me.steps[step], self.widen) {
                 me.memory
                     .land(rank, step, into, &values, &known)
-                    .map_err(|fault| violation(rank, step, into, fault))?;
+                    .map_err(|fault| Violation::at(rank, step, into, fault))?;
             }
             me.arrived[step] = Some(values);
             moved = true;
@@ -433,61 +301,60 @@ impl<'a> Run<'a> {
     }
 
     fn execute(&mut self, rank: usize, at: usize, step: Step) -> Result<(), Violation> {
-        let faulty = |span: Span| move |fault| violation(rank, at, span, fault);
-        let me = &mut self.ranks[rank];
+        let faulty = |span: Span| move |fault| Violation::at(rank, at, span, fault);
         match step {
             Step::Send { peer, from } => {
+                let me = &mut self.ranks[rank];
                 me.memory.publish(at, from, peer, me.partner[at]).map_err(faulty(from))?;
                 let mut known = me.clock.clone();
                 known.0[rank] = at + 1; // whoever has the message knows that it was sent
                 me.sent[at] = Some(known);
             }
             Step::Store { source, with, into, finish } => {
-                let (values, wide) = match source {
-                    Source::Local(span) => {
-                        (me.memory.read(at, span).map_err(faulty(span))?, span.kind() == Kind::Accumulator)
-                    }
-                    Source::Message { peer, kind } => {
-                        let partner = me.partner[at];
-                        let values = me.arrived[at].take().unwrap_or_default();
-                        me.received += 1;
-                        // Borrowed twice: the peer is another rank.
-                        let known = self.ranks[peer].sent[partner].clone();
-                        if let Some(known) = known {
-                            self.ranks[rank].clock.learn(&known);
-                        }
-                        (values, kind == Kind::Accumulator)
-                    }
+                let (values, kind) = match source {
+                    Source::Local(span) => (self.ranks[rank].memory.read(at, span).map_err(faulty(span))?, span.kind()),
+                    Source::Message { peer, kind } => (self.receive(rank, at, peer), kind),
                 };
                 let me = &mut self.ranks[rank];
                 let operands = match with {
                     Some(span) => Some(me.memory.read(at, span).map_err(faulty(span))?),
                     None => None,
                 };
-                let rounds = self.widen && into.space == Space::Output && (wide || with.is_some() || finish);
-                let mut results = Vec::with_capacity(values.len());
-                for (index, &value) in values.iter().enumerate() {
-                    let mut result = value;
+                let computes = kind == Kind::Accumulator || with.is_some() || finish;
+                let rounds = self.widen && into.space == Space::Output && computes;
+                let compute = |(index, mut value): (usize, Id)| {
                     if let Some(operands) = &operands {
-                        result = self.expressions.id(Node::Combine(operands[index], result));
+                        value = self.expressions.id(Node::Combine(operands[index], value));
                     }
                     if finish {
-                        result = self.expressions.id(Node::Finish(result));
+                        value = self.expressions.id(Node::Finish(value));
                     }
                     if rounds {
-                        result = self.expressions.id(Node::Round(result));
+                        value = self.expressions.id(Node::Round(value));
                     }
-                    results.push(result);
-                }
-                if lands_in_place(&step, self.widen) {
-                    me.memory.take(at, into, &results).map_err(faulty(into))?;
+                    value
+                };
+                let results: Vec<Id> = values.into_iter().enumerate().map(compute).collect();
+                let stored = if lands_in_place(&step, self.widen) {
+                    me.memory.take(at, into, &results)
                 } else {
-                    let known = me.clock.clone();
-                    me.memory.write(at, into, &results, &known).map_err(faulty(into))?;
-                }
+                    me.memory.write(at, into, &results, &me.clock)
+                };
+                stored.map_err(faulty(into))?;
             }
         }
         Ok(())
+    }
+
+    /// Takes the message that has arrived for step `at`, and with it what its sender knew.
+    fn receive(&mut self, rank: usize, at: usize, peer: usize) -> Vec<Id> {
+        let known = self.ranks[peer].sent[self.ranks[rank].partner[at]].clone();
+        let me = &mut self.ranks[rank];
+        if let Some(known) = known {
+            me.clock.learn(&known);
+        }
+        me.received += 1;
+        me.arrived[at].take().unwrap_or_default()
     }
 
     fn proof(self) -> Result<Proof, Violation> {
@@ -521,10 +388,6 @@ impl<'a> Run<'a> {
     }
 }
 
-fn violation(rank: usize, step: usize, span: Span, fault: Fault) -> Violation {
-    Violation { rank, step: Some(step), span: Some(span), fault }
-}
-
 fn receives_from(step: &Step) -> Option<usize> {
     match *step {
         Step::Store { source: Source::Message { peer, .. }, .. } => Some(peer),
@@ -538,86 +401,4 @@ fn lands_in_place(step: &Step, widen: bool) -> bool {
         Step::Store { source: Source::Message { kind, .. }, with: None, into, .. } => !widen || kind == into.kind(),
         _ => false,
     }
-}
-
-/// What can be said of a step by itself.
-fn well_formed(
-    step: &Step,
-    rank: usize,
-    size: usize,
-    chunk: usize,
-    memory: &Memory,
-) -> Result<(), (Option<Span>, Fault)> {
-    let inside = |span: Span| match span.len {
-        len if len == 0 || len > chunk.max(1) => Err((Some(span), Fault::Size { chunk })),
-        _ => memory.place(span).map_err(|fault| (Some(span), fault)),
-    };
-    let peer_exists = |peer: usize, span: Span| match peer {
-        peer if peer == rank || peer >= size => Err((Some(span), Fault::NoPeer { peer })),
-        _ => Ok(()),
-    };
-    match *step {
-        Step::Send { peer, from } => {
-            peer_exists(peer, from)?;
-            inside(from)?;
-        }
-        Step::Store { source, with, into, .. } => {
-            let target = inside(into)?;
-            if into.space == Space::Input {
-                return Err((Some(into), Fault::WritesInput));
-            }
-            let mut operands = Vec::from_iter(with);
-            match source {
-                Source::Local(span) => operands.push(span),
-                Source::Message { peer, .. } => peer_exists(peer, into)?,
-            }
-            for other in operands {
-                let place = inside(other)?;
-                let apart = place.end <= target.start || target.end <= place.start;
-                if other.len != into.len || !(apart || place == target) {
-                    return Err((Some(into), Fault::Operand { other }));
-                }
-            }
-        }
-    }
-    Ok(())
-}
-
-/// The k-th send from a to b meets b's k-th receive from a.
-fn match_messages(ranks: &mut [Rank]) -> Result<(), Violation> {
-    let size = ranks.len();
-    let mut sends = vec![Vec::new(); size * size];
-    for (rank, me) in ranks.iter().enumerate() {
-        for (number, step) in me.steps.iter().enumerate() {
-            if let Step::Send { peer, from } = *step {
-                sends[rank * size + peer].push((number, from));
-            }
-        }
-    }
-    let mut sends: Vec<_> = sends.into_iter().map(Vec::into_iter).collect();
-    for rank in 0..size {
-        for number in 0..ranks[rank].steps.len() {
-            let Step::Store { source: Source::Message { peer, kind }, into, .. } = ranks[rank].steps[number] else {
-                continue;
-            };
-            let wrong = |fault| violation(rank, number, into, fault);
-            let Some((step, from)) = sends[peer * size + rank].next() else {
-                return Err(wrong(Fault::Unmatched { peer }));
-            };
-            if from.len != into.len {
-                return Err(wrong(Fault::Length { peer, step, sent: from.len, awaited: into.len }));
-            }
-            if from.kind() != kind {
-                return Err(wrong(Fault::WrongKind { peer, step, sent: from.kind(), awaited: kind }));
-            }
-            ranks[rank].partner[number] = step;
-            ranks[peer].partner[step] = number;
-        }
-    }
-    for (pair, mut left) in sends.into_iter().enumerate() {
-        if let Some((step, from)) = left.next() {
-            return Err(violation(pair / size, step, from, Fault::Unmatched { peer: pair % size }));
-        }
-    }
-    Ok(())
 }

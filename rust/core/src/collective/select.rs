@@ -134,3 +134,53 @@ fn alone(op: Collective, shape: Shape) -> Plan {
     let copy = move |chunk: Span| Step::copy(Source::Local(chunk), chunk.of(Space::Output)).finish_if(reduces);
     Box::new(input.chunks(shape.chunk).map(copy))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use mdas_kernels::ReduceOp;
+
+    const SUM: Collective = Collective::Allreduce(ReduceOp::Sum);
+
+    /// The name of what is chosen for float32, or for bfloat16 with `widen`, with 64 KiB counting as small.
+    fn name(op: Collective, size: usize, count: usize, widen: bool, forced: Option<Algorithm>) -> &'static str {
+        let shape = |rank| Shape { rank, size, count, chunk: 1000, widen, nodes: vec![0; size].into() };
+        let names = [0, size - 1].map(|rank| plan_for(op, if widen { 2 } else { 4 }, &shape(rank), 65536, forced).name);
+        assert_eq!(names[0], names[1], "all ranks choose the same");
+        names[0]
+    }
+
+    #[test]
+    fn length_and_size_decide() {
+        assert_eq!(name(SUM, 2, 16384, false, None), "exchange");
+        assert_eq!(name(SUM, 2, 16385, false, None), "ring");
+        assert_eq!(name(SUM, 17, 1024, false, None), "exchange");
+        assert_eq!(name(SUM, 17, 1025, false, None), "tree");
+        assert_eq!(name(SUM, 17, 16384, false, None), "tree");
+        assert_eq!(name(SUM, 17, 16385, false, None), "ring");
+        assert_eq!(name(SUM, 17, 32769, true, None), "direct");
+        assert_eq!(name(Collective::Barrier, 17, 0, false, None), "exchange");
+        assert_eq!(name(Collective::ReduceScatter(ReduceOp::Sum), 4, 100_000, false, None), "ring");
+        assert_eq!(name(Collective::ReduceScatter(ReduceOp::Sum), 4, 100_000, true, None), "direct");
+        assert_eq!(name(Collective::Allgather, 4, 10, false, None), "direct");
+        assert_eq!(name(Collective::Allgather, 4, 100_000, false, None), "ring");
+        assert_eq!(name(Collective::Broadcast { root: 1 }, 4, 10, false, None), "tree");
+        assert_eq!(name(Collective::Broadcast { root: 1 }, 4, 100_000, false, None), "chain");
+    }
+
+    #[test]
+    fn nothing_to_exchange_needs_no_algorithm() {
+        assert_eq!(name(SUM, 1, 100, false, None), "local");
+        assert_eq!(name(SUM, 4, 0, true, Some(DIRECT)), "local");
+    }
+
+    #[test]
+    fn a_forced_algorithm_is_used_where_it_knows_the_collective() {
+        for &algorithm in ALGORITHMS {
+            assert_eq!(Algorithm::named(algorithm.name), Some(algorithm));
+        }
+        assert_eq!(Algorithm::named("carrier pigeon"), None);
+        assert_eq!(name(SUM, 4, 10, false, Algorithm::named("ring")), "ring");
+        assert_eq!(name(SUM, 4, 10, false, Algorithm::named("chain")), "exchange");
+    }
+}
