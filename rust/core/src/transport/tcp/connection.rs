@@ -3,12 +3,10 @@
 use super::frame::Decoder;
 use super::landing::{Arrivals, Landings};
 use super::outgoing::Outgoing;
-use super::pacing::Pacer;
 use super::socket;
 use crate::transport::{Event, Lane};
 use std::io::{self, ErrorKind};
 use std::os::fd::OwnedFd;
-use std::time::Instant;
 
 /// Holds a header and small frames; bodies of data frames go past it.
 const BUFFER_BYTES: usize = 8 << 10;
@@ -45,7 +43,8 @@ pub struct Connection {
     pub failure: Option<String>,
     /// Is it in the queue of connections to serve?
     pub queued: bool,
-    pacer: Pacer,
+    /// What the kernel was told last.
+    limit: f64,
 }
 
 impl Connection {
@@ -64,7 +63,7 @@ impl Connection {
             last: false,
             failure: None,
             queued: false,
-            pacer: Pacer::default(),
+            limit: f64::INFINITY,
         }
     }
 
@@ -87,9 +86,13 @@ impl Connection {
         self.hangup = true;
     }
 
-    /// Adjusts the rate of sending; returns whether the connection is still busy.
-    pub fn pace(&mut self, now: Instant) -> bool {
-        !self.outgoing.is_empty()
+    /// Limits the rate of sending, in bytes per second.
+    pub fn limit(&mut self, rate: f64) -> io::Result<()> {
+        if self.limit != rate {
+            socket::set_pacing_rate(&self.socket, rate)?;
+            self.limit = rate;
+        }
+        Ok(())
     }
 
     /// Reads about `quantum` bytes; the error says why the connection cannot go on.

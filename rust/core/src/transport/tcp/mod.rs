@@ -16,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::transport::{Event, LandingKey, Lane, MAX_CONTROL_BYTES, RawSpan, Transport, Wake, WriteId};
 use connection::{Connection, Progress};
 use landing::Landings;
+use pacing::{Pacer, Sample};
 use poller::{Poller, Ready};
 use std::collections::VecDeque;
 use std::net::TcpStream;
@@ -70,6 +71,8 @@ struct Peer {
     state: State,
     /// Indices of its connections; the first is the urgent one. Empty for our own rank.
     connections: Vec<usize>,
+    /// How fast bulk may go to it.
+    pacer: Pacer,
 }
 
 /// The TCP transport.
@@ -85,7 +88,7 @@ pub struct Tcp {
     poller: Poller,
     urgent_ready: VecDeque<usize>,
     bulk_ready: VecDeque<usize>,
-    /// Bulk connections that are busy, and when to look at their rates next.
+    /// Peers that bulk goes to, and when to look at its rates next.
     paced: Vec<usize>,
     next_pacing: Instant,
     start: Instant,
@@ -133,7 +136,7 @@ impl Tcp {
             } else if peer != rank {
                 return Err(Error::Invalid(format!("tcp: rank {rank} got no streams to rank {peer}")));
             }
-            tcp.peers.push(Peer { state: State::Connected, connections });
+            tcp.peers.push(Peer { state: State::Connected, connections, pacer: Pacer::default() });
         }
         Ok(tcp)
     }
@@ -145,10 +148,12 @@ impl Tcp {
 
     /// The connection that a frame for `peer` goes out on; `None` if the peer is gone.
     fn outlet(&mut self, peer: usize, lane: Lane) -> Option<usize> {
-        let Peer { state: State::Connected, connections } = self.peers.get(peer)? else { return None };
+        let Peer { state: State::Connected, connections, pacer } = self.peers.get(peer)? else { return None };
         let waiting = |index: &usize| self.connections[*index].as_ref().map_or(usize::MAX, |c| c.outgoing.bytes());
         match lane {
             Lane::Urgent => connections.first().copied(),
+            // Several streams help where the network is faster than one; where it is slow, one fills it evenly.
+            Lane::Bulk if pacer.rate().is_finite() => connections.get(1).copied(),
             Lane::Bulk => connections.iter().skip(1).copied().min_by_key(waiting),
         }
     }
@@ -262,21 +267,52 @@ impl Tcp {
         self.connections[index] = None;
     }
 
-    /// Looks at the busy bulk connections' rates if it is time. Returns when to look again.
+    /// Adjusts the rates of bulk if it is time. Returns when it is time again.
     fn pace(&mut self, now: Instant) -> Option<Instant> {
         if self.paced.is_empty() {
             return None;
         }
         if now >= self.next_pacing {
-            let connections = &mut self.connections;
             let at = (now - self.start).as_secs_f64();
-            self.paced.retain(|index| {
-                // An error means that the connection is broken: reading will tell.
-                connections[*index].as_mut().is_some_and(|connection| connection.pace(at).unwrap_or(false))
-            });
+            let mut paced = std::mem::take(&mut self.paced);
+            // An error means that a connection is broken: reading will tell.
+            paced.retain(|peer| self.pace_peer(*peer, at).unwrap_or(false));
+            self.paced = paced;
             self.next_pacing = now + pacing::INTERVAL;
         }
         Some(self.next_pacing)
+    }
+
+    /// Returns whether there is still bulk on its way to `peer`.
+    fn pace_peer(&mut self, peer: usize, at: f64) -> std::io::Result<bool> {
+        let Peer { connections, pacer, .. } = &mut self.peers[peer];
+        let (mut acked, mut active, mut shortest, mut rtt) = (0, Vec::new(), u32::MAX, u32::MAX);
+        for index in connections.iter() {
+            let Some(connection) = &self.connections[*index] else { continue };
+            let info = socket::info(&connection.socket)?;
+            shortest = shortest.min(info.min_rtt);
+            if connection.lane == Lane::Bulk {
+                acked += info.bytes_acked;
+                if !connection.outgoing.is_empty() || info.notsent_bytes > 0 {
+                    active.push(*index);
+                    rtt = rtt.min(info.rtt());
+                }
+            }
+        }
+        let queue = if active.is_empty() { 0.0 } else { f64::from(rtt.saturating_sub(shortest)) * 1e-6 };
+        pacer.update(Sample { at, queue, acked, busy: !active.is_empty() });
+        let rate = pacer.rate() / active.len().max(1) as f64;
+        log::trace!(
+            "tcp: {at:.4} rank {peer}: queue {:.0} us, rate {:.1} MB/s, acked {acked}",
+            queue * 1e6,
+            rate * 1e-6
+        );
+        for index in &active {
+            if let Some(connection) = &mut self.connections[*index] {
+                connection.limit(rate)?;
+            }
+        }
+        Ok(!active.is_empty())
     }
 }
 
@@ -319,8 +355,8 @@ impl Transport for Tcp {
             && let Some(connection) = &mut self.connections[index]
         {
             connection.outgoing.data(key, source, id);
-            if self.options.pace && lane == Lane::Bulk && !self.paced.contains(&index) {
-                self.paced.push(index);
+            if self.options.pace && lane == Lane::Bulk && !self.paced.contains(&peer) {
+                self.paced.push(peer);
             }
             self.enqueue(index);
         }

@@ -1,5 +1,339 @@
-//! wip
+//! How fast bulk may go to a peer, so that the queues of the network stay short.
+//!
+//! Loss-based congestion control fills whatever queue the bottleneck has, and everything that
+//! shares it waits: tens of milliseconds in a switch. Here the round trip tells how long the queue
+//! is, and the kernel paces the connection a little below or above the rate that the link turns out
+//! to have: up until a queue of a millisecond shows, down until it is gone, and so on. A connection
+//! whose round trip never grows is left alone.
+//!
+//! The round trip contains the queues of both directions, and cannot tell them apart. So every step
+//! down is relative to the rate that was delivered, never an accumulation of steps: a direction whose
+//! partner causes the queue still rises from cycle to cycle until it, too, meets its link's rate.
+
+use std::collections::VecDeque;
 use std::time::Duration;
+
+/// Between two samples.
 pub const INTERVAL: Duration = Duration::from_millis(4);
-#[derive(Default)]
-pub struct Pacer {}
+
+/// A queue of this length (seconds) is too long ...
+const LONG: f64 = 1.0e-3;
+/// ... and of this one short enough.
+const SHORT: f64 = 0.45e-3;
+/// So many samples in a row with a long queue make us look after it: at first, and once we do. (A
+/// machine that is busy otherwise delays single packets, too.)
+const PERSISTENT: u32 = 4;
+const REPEATED: u32 = 2;
+/// Rate while the queue drains, relative to the link's.
+const DRAIN: f64 = 0.92;
+/// Rate after the queue has drained.
+const RESUME: f64 = 0.985;
+/// How much the rate typically grows from the first sign of a queue until it counts as long.
+const OVERSHOOT: f64 = 0.03;
+/// Growth of the rate per second while there is no queue; doubles every `EAGER` seconds without one.
+const GROWTH: f64 = 0.3;
+const EAGER: f64 = 0.08;
+/// Most that it grows between two samples.
+const MAX_GROWTH: f64 = 0.25;
+/// After a drain, the smoothed round trip may still show the old queue for this long (seconds).
+const SETTLE: f64 = 0.02;
+/// Draining ends after this time in any case: the queue may be somebody else's.
+const PATIENCE: f64 = 0.05;
+/// So many drains in a row that did not help mean that the queue is not ours; then we leave it for `TRUCE` seconds.
+const VAIN: u32 = 6;
+const TRUCE: f64 = 2.0;
+/// A rate that has grown to this multiple of what was delivered is no limit any more.
+const FREE: f64 = 3.0;
+/// Samples over which the delivered rate is taken; long, since a queue that empties looks like a higher rate.
+const WINDOW: usize = 24;
+/// Enough for a first estimate.
+const FIRST_WINDOW: usize = 6;
+/// The best delivered rate is remembered for one to two times this long (seconds).
+const MEMORY: f64 = 1.0;
+
+/// What is seen of the connections to a peer at one time.
+#[derive(Debug, Clone, Copy)]
+pub struct Sample {
+    /// Time in seconds, from any origin.
+    pub at: f64,
+    /// Round trip beyond the shortest one, in seconds.
+    pub queue: f64,
+    /// Bytes confirmed so far.
+    pub acked: u64,
+    /// Was there always something to send since the sample before?
+    pub busy: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Phase {
+    /// No limit; not looked at before this time.
+    Free { from: f64 },
+    /// Below the link's rate.
+    Drain { since: f64 },
+    /// Growing.
+    Climb { since: f64 },
+}
+
+/// The controller of one peer: a pure function of its samples.
+#[derive(Debug, Clone)]
+pub struct Pacer {
+    phase: Phase,
+    rate: f64,
+    /// Samples in a row with a long queue.
+    long: u32,
+    /// Drains in a row that did not help.
+    vain: u32,
+    /// Latest samples (time, acked) without a gap, oldest first.
+    recent: VecDeque<(f64, u64)>,
+    /// Best delivered rate of this period and of the one before, and when this one began.
+    best: [f64; 2],
+    period: f64,
+    /// Latest rate at which there was no queue.
+    good: f64,
+}
+
+impl Default for Pacer {
+    fn default() -> Self {
+        Pacer {
+            phase: Phase::Free { from: 0.0 },
+            rate: f64::INFINITY,
+            long: 0,
+            vain: 0,
+            recent: VecDeque::new(),
+            best: [0.0; 2],
+            period: 0.0,
+            good: 0.0,
+        }
+    }
+}
+
+impl Pacer {
+    /// Bytes per second; infinity: no limit.
+    pub fn rate(&self) -> f64 {
+        self.rate
+    }
+
+    /// Takes a sample in.
+    pub fn update(&mut self, sample: Sample) {
+        let Sample { at, queue, .. } = sample;
+        let passed = self.recent.back().map_or(0.0, |(last, _)| at - last);
+        self.remember(sample);
+        if !sample.busy {
+            return;
+        }
+        self.long = if queue > LONG { self.long + 1 } else { 0 };
+        match self.phase {
+            Phase::Free { from } => {
+                if self.long >= PERSISTENT && at >= from && self.link() > 0.0 {
+                    self.drain(at);
+                }
+            }
+            Phase::Drain { .. } if queue < SHORT => {
+                self.vain = 0;
+                self.climb(at);
+            }
+            Phase::Drain { since } => {
+                if at - since > PATIENCE {
+                    self.good = 0.0;
+                    self.vain += 1;
+                    if self.vain < VAIN { self.climb(at) } else { self.free(at + TRUCE) }
+                }
+            }
+            Phase::Climb { since } => {
+                if self.long >= REPEATED && at - since > SETTLE {
+                    self.drain(at);
+                } else {
+                    if queue < SHORT {
+                        self.good = self.rate;
+                    }
+                    let growth = GROWTH * ((at - since) / EAGER).exp2();
+                    self.rate *= 1.0 + (growth * passed).min(MAX_GROWTH);
+                    if self.rate > FREE * self.delivered() {
+                        self.free(at);
+                    }
+                }
+            }
+        }
+    }
+
+    fn drain(&mut self, at: f64) {
+        self.rate = DRAIN * self.link().min(self.rate);
+        self.phase = Phase::Drain { since: at };
+    }
+
+    fn climb(&mut self, at: f64) {
+        self.rate = self.rate.max(RESUME * self.link());
+        self.phase = Phase::Climb { since: at };
+    }
+
+    fn free(&mut self, from: f64) {
+        self.rate = f64::INFINITY;
+        self.vain = 0;
+        self.phase = Phase::Free { from };
+    }
+
+    /// The link's rate, or our share of it, as far as we know. What was delivered is too little if this
+    /// machine was too busy to send.
+    fn link(&self) -> f64 {
+        self.delivered().max((1.0 - OVERSHOOT) * self.good)
+    }
+
+    /// The best rate of late.
+    fn delivered(&self) -> f64 {
+        self.best[0].max(self.best[1])
+    }
+
+    fn remember(&mut self, sample: Sample) {
+        let gap = 4.0 * INTERVAL.as_secs_f64();
+        if !sample.busy || self.recent.back().is_some_and(|(at, _)| sample.at - at > gap) {
+            self.recent.clear();
+        }
+        if sample.at - self.period > MEMORY {
+            self.best = [0.0, self.best[0]];
+            self.period = sample.at;
+        }
+        self.recent.push_back((sample.at, sample.acked));
+        let (first, acked) = self.recent[0];
+        if self.recent.len() > if self.delivered() == 0.0 { FIRST_WINDOW } else { WINDOW } {
+            self.best[0] = self.best[0].max((sample.acked - acked) as f64 / (sample.at - first));
+        }
+        if self.recent.len() > WINDOW {
+            self.recent.pop_front();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two hosts, one link of `capacity` bytes per second in each direction, a queue before each, and a
+    /// controller at each end. Both see the sum of the queues, smoothed as the kernel does, plus noise.
+    struct Wire {
+        capacity: [f64; 2],
+        pacers: [Pacer; 2],
+        queues: [f64; 2],
+        acked: [f64; 2],
+        rtt: f64,
+        now: f64,
+        noise: u32,
+    }
+
+    /// What a stretch of time came to: per direction the share of the capacity that was used, and the
+    /// mean of the two queues together, in seconds.
+    #[derive(Debug)]
+    struct Outcome {
+        used: [f64; 2],
+        queue: f64,
+    }
+
+    const STEP: f64 = 0.5e-3;
+    const DEEPEST: f64 = 50e-3;
+
+    impl Wire {
+        fn new(capacity: [f64; 2]) -> Wire {
+            let pacers = [Pacer::default(), Pacer::default()];
+            Wire { capacity, pacers, queues: [0.0; 2], acked: [0.0; 2], rtt: 0.0, now: 0.0, noise: 1 }
+        }
+
+        fn run(&mut self, seconds: f64, busy: [bool; 2]) -> Outcome {
+            let (before, mut sum, mut steps) = (self.acked, 0.0, 0);
+            for step in 0..(seconds / STEP) as usize {
+                for i in 0..2 {
+                    // Without a limit, TCP fills the queue; with one, it sends at that rate.
+                    let offered = if busy[i] { self.pacers[i].rate().min(2.0 * self.capacity[i]) * STEP } else { 0.0 };
+                    let passed = (self.queues[i] + offered).min(self.capacity[i] * STEP);
+                    self.queues[i] = (self.queues[i] + offered - passed).min(DEEPEST * self.capacity[i]);
+                    self.acked[i] += passed;
+                }
+                let queue = self.queues[0] / self.capacity[0] + self.queues[1] / self.capacity[1];
+                self.rtt += (queue - self.rtt) / 8.0;
+                self.now += STEP;
+                sum += queue;
+                steps += 1;
+                if step % 8 == 0 {
+                    self.noise = self.noise.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                    let noise = f64::from(self.noise >> 16) / 65536.0 * 0.3e-3;
+                    for i in 0..2 {
+                        let acked = self.acked[i] as u64;
+                        self.pacers[i].update(Sample { at: self.now, queue: self.rtt + noise, acked, busy: busy[i] });
+                    }
+                }
+            }
+            let used = [0, 1].map(|i| (self.acked[i] - before[i]) / (seconds * self.capacity[i]));
+            Outcome { used, queue: sum / f64::from(steps) }
+        }
+    }
+
+    const BOTH: [bool; 2] = [true, true];
+
+    #[test]
+    fn one_direction_is_full_and_its_queue_short() {
+        for capacity in [12.5e6, 125e6, 1250e6] {
+            let mut wire = Wire::new([capacity, capacity]);
+            wire.run(1.0, [true, false]);
+            let outcome = wire.run(5.0, [true, false]);
+            assert!(outcome.used[0] > 0.98 && outcome.queue < 1.0e-3, "{capacity}: {outcome:?}");
+        }
+    }
+
+    #[test]
+    fn both_directions_are_full_although_each_sees_both_queues() {
+        for capacity in [[125e6, 125e6], [125e6, 119e6], [125e6, 40e6]] {
+            let mut wire = Wire::new(capacity);
+            wire.run(2.0, BOTH);
+            let outcome = wire.run(5.0, BOTH);
+            assert!(outcome.used.iter().all(|used| *used > 0.97), "{capacity:?}: {outcome:?}");
+            assert!(outcome.queue < 1.2e-3, "{capacity:?}: {outcome:?}");
+        }
+    }
+
+    #[test]
+    fn a_link_without_a_queue_is_never_limited() {
+        let mut pacer = Pacer::default();
+        for i in 0..5000u32 {
+            let queue = if i % 50 < 3 { 5e-3 } else { 0.2e-3 }; // now and then the machine is busy
+            let at = f64::from(i) * 4e-3;
+            pacer.update(Sample { at, queue, acked: u64::from(i) * 20_000_000, busy: true });
+            assert_eq!(pacer.rate(), f64::INFINITY);
+        }
+    }
+
+    #[test]
+    fn more_capacity_is_found_soon_and_less_at_once() {
+        let mut wire = Wire::new([125e6, 125e6]);
+        wire.run(2.0, BOTH);
+        wire.capacity = [500e6, 500e6];
+        wire.run(1.0, BOTH);
+        let outcome = wire.run(2.0, BOTH);
+        assert!(outcome.used[0] > 0.9, "after growth: {outcome:?}");
+        wire.capacity = [125e6, 125e6];
+        wire.run(1.0, BOTH);
+        let outcome = wire.run(2.0, BOTH);
+        assert!(outcome.used[0] > 0.97 && outcome.queue < 1.5e-3, "after the cut: {outcome:?}");
+    }
+
+    #[test]
+    fn a_pause_does_not_make_it_start_over() {
+        let mut wire = Wire::new([125e6, 125e6]);
+        wire.run(2.0, BOTH);
+        for _ in 0..10 {
+            wire.run(0.1, [false, false]);
+            let outcome = wire.run(0.1, BOTH);
+            assert!(outcome.queue < 2e-3 && outcome.used[0] > 0.93, "{outcome:?}");
+        }
+    }
+
+    #[test]
+    fn a_queue_that_is_not_ours_is_left_alone() {
+        let mut pacer = Pacer::default();
+        let (mut acked, mut starved) = (0.0, 0);
+        for i in 0..2500u32 {
+            let rate = pacer.rate().min(60e6); // our share beside a greedy stranger
+            acked += rate * 4e-3;
+            starved += u32::from(rate < 0.85 * 60e6);
+            pacer.update(Sample { at: f64::from(i) * 4e-3, queue: 20e-3, acked: acked as u64, busy: true });
+        }
+        assert!(starved < 250, "{starved} of 2500 samples below 85 % of its share");
+    }
+}

@@ -40,9 +40,11 @@ fn set<T: Copy>(socket: &impl AsRawFd, level: libc::c_int, name: libc::c_int, va
     if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Limits what the kernel sends on this connection, in bytes per second. No `fq` queue is needed: TCP paces itself.
-pub fn set_pacing_rate(socket: &OwnedFd, bytes_per_second: u64) -> io::Result<()> {
-    set(socket, libc::SOL_SOCKET, libc::SO_MAX_PACING_RATE, &bytes_per_second)
+/// Limits what the kernel sends on this connection, in bytes per second (infinity: no limit). No `fq`
+/// queue is needed: TCP paces itself.
+pub fn set_pacing_rate(socket: &OwnedFd, bytes_per_second: f64) -> io::Result<()> {
+    // An `unsigned long` for the kernel, in which all ones mean no limit: what infinity saturates to.
+    set(socket, libc::SOL_SOCKET, libc::SO_MAX_PACING_RATE, &(bytes_per_second as libc::c_ulong))
 }
 
 /// Says that nothing more comes from us.
