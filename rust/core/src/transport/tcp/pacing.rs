@@ -24,8 +24,10 @@ const SHORT: f64 = 0.45e-3;
 /// machine that is busy otherwise delays single packets, too.)
 const PERSISTENT: u32 = 4;
 const REPEATED: u32 = 2;
-/// Rate while the queue drains, relative to the link's.
-const DRAIN: f64 = 0.92;
+/// While the queue drains, the rate is below the link's by this part at least and at most, ...
+const DRAIN: [f64; 2] = [0.08, 0.5];
+/// ... in between such that the queue is gone after this time (seconds).
+const DRAIN_TIME: f64 = 0.025;
 /// Rate after the queue has drained.
 const RESUME: f64 = 0.985;
 /// How much the rate typically grows from the first sign of a queue until it counts as long.
@@ -37,10 +39,11 @@ const EAGER: f64 = 0.08;
 const MAX_GROWTH: f64 = 0.25;
 /// After a drain, the smoothed round trip may still show the old queue for this long (seconds).
 const SETTLE: f64 = 0.02;
-/// Draining ends after this time in any case: the queue may be somebody else's.
+/// A queue that has not shrunk to this part within this time (seconds) will not: it may be somebody else's.
+const SHRUNK: f64 = 0.7;
 const PATIENCE: f64 = 0.05;
 /// So many drains in a row that did not help mean that the queue is not ours; then we leave it for `TRUCE` seconds.
-const VAIN: u32 = 6;
+const VAIN: u32 = 3;
 const TRUCE: f64 = 2.0;
 /// A rate that has grown to this multiple of what was delivered is no limit any more.
 const FREE: f64 = 3.0;
@@ -68,8 +71,8 @@ pub struct Sample {
 enum Phase {
     /// No limit; not looked at before this time.
     Free { from: f64 },
-    /// Below the link's rate.
-    Drain { since: f64 },
+    /// Below the link's rate, since a time at which the queue was so long.
+    Drain { since: f64, queue: f64 },
     /// Growing.
     Climb { since: f64 },
 }
@@ -125,23 +128,27 @@ impl Pacer {
         match self.phase {
             Phase::Free { from } => {
                 if self.long >= PERSISTENT && at >= from && self.link() > 0.0 {
-                    self.drain(at);
+                    self.drain(at, queue);
                 }
             }
             Phase::Drain { .. } if queue < SHORT => {
                 self.vain = 0;
                 self.climb(at);
             }
-            Phase::Drain { since } => {
-                if at - since > PATIENCE {
-                    self.good = 0.0;
-                    self.vain += 1;
-                    if self.vain < VAIN { self.climb(at) } else { self.free(at + TRUCE) }
+            Phase::Drain { since, .. } if at - since < PATIENCE => {}
+            Phase::Drain { queue: before, .. } if queue < SHRUNK * before => self.drain(at, queue),
+            Phase::Drain { .. } => {
+                // What we knew of the link may be out of date.
+                self.good = 0.0;
+                if self.latest() > 0.0 {
+                    self.best = [self.latest(), 0.0];
                 }
+                self.vain += 1;
+                if self.vain < VAIN { self.drain(at, queue) } else { self.free(at + TRUCE) }
             }
             Phase::Climb { since } => {
                 if self.long >= REPEATED && at - since > SETTLE {
-                    self.drain(at);
+                    self.drain(at, queue);
                 } else {
                     if queue < SHORT {
                         self.good = self.rate;
@@ -156,9 +163,9 @@ impl Pacer {
         }
     }
 
-    fn drain(&mut self, at: f64) {
-        self.rate = DRAIN * self.link().min(self.rate);
-        self.phase = Phase::Drain { since: at };
+    fn drain(&mut self, at: f64, queue: f64) {
+        self.rate = (1.0 - (queue / DRAIN_TIME).clamp(DRAIN[0], DRAIN[1])) * self.link();
+        self.phase = Phase::Drain { since: at, queue };
     }
 
     fn climb(&mut self, at: f64) {
@@ -183,19 +190,28 @@ impl Pacer {
         self.best[0].max(self.best[1])
     }
 
+    /// The rate of the latest samples; 0 if there are too few.
+    fn latest(&self) -> f64 {
+        match (self.recent.front(), self.recent.back()) {
+            (Some((first, before)), Some((last, acked))) if self.recent.len() > FIRST_WINDOW => {
+                (acked - before) as f64 / (last - first)
+            }
+            _ => 0.0,
+        }
+    }
+
     fn remember(&mut self, sample: Sample) {
         let gap = 4.0 * INTERVAL.as_secs_f64();
         if !sample.busy || self.recent.back().is_some_and(|(at, _)| sample.at - at > gap) {
             self.recent.clear();
         }
-        if sample.at - self.period > MEMORY {
+        if sample.at - self.period > MEMORY && self.best[0] > 0.0 {
             self.best = [0.0, self.best[0]];
             self.period = sample.at;
         }
         self.recent.push_back((sample.at, sample.acked));
-        let (first, acked) = self.recent[0];
         if self.recent.len() > if self.delivered() == 0.0 { FIRST_WINDOW } else { WINDOW } {
-            self.best[0] = self.best[0].max((sample.acked - acked) as f64 / (sample.at - first));
+            self.best[0] = self.best[0].max(self.latest());
         }
         if self.recent.len() > WINDOW {
             self.recent.pop_front();
