@@ -12,12 +12,15 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from mdas import _core
 from mdas.cli import local
-from mdas.cli.payload import DTYPES, OPS, Payload, parse_size
+from mdas.cli.sizes import ITEMSIZE, OPS, parse_size, series
+
+if TYPE_CHECKING:
+    from mdas.cli.payload import Payload
 
 URGENT_PACE = 0.002
 """Seconds between two urgent operations under load, so that they probe the load and do not replace it."""
@@ -29,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-b", "--begin", type=parse_size, default=4, metavar="SIZE", help="smallest (default: 4)")
     parser.add_argument("-e", "--end", type=parse_size, default=64 << 20, metavar="SIZE", help="largest (64M)")
     parser.add_argument("-f", "--factor", type=float, default=4, help="between sizes (default: %(default)s)")
-    parser.add_argument("-d", "--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("-d", "--dtype", choices=list(ITEMSIZE), default="float32")
     parser.add_argument("-o", "--op", choices=OPS, default="sum")
     parser.add_argument("-n", "--iterations", type=int, default=20)
     parser.add_argument("-w", "--warmup", type=int, default=5, help="iterations before the clock starts")
@@ -81,7 +84,7 @@ def measure(engine: _core.Engine, options: argparse.Namespace) -> None:
         print(f"# allreduce, {engine.size} ranks over {options.transport}, {options.in_flight} in flight")
         print(_line("size", "count", "type", "op", "time", "algbw", "busbw", "#wrong", "cpu"))
         print(_line("(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", "", "(s/GB)"))
-    for size in sizes(options.begin, options.end, options.factor):
+    for size in series(options.begin, options.end, options.factor):
         row = _measure_size(engine, options, size)
         rows.append(asdict(row))
         if engine.rank == 0:
@@ -106,16 +109,10 @@ def _line(*cells: str) -> str:
     return " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
 
-def sizes(begin: int, end: int, factor: float) -> Iterator[int]:
-    """Bytes from `begin` to `end`, each `factor` times the one before."""
-    size = float(begin)
-    while size <= end:
-        yield int(size)
-        size = max(size * factor, size + 1)
-
-
 def _measure_size(engine: _core.Engine, options: argparse.Namespace, size: int) -> Row:
-    count = size // _itemsize(options.dtype)
+    from mdas.cli.payload import Payload
+
+    count = size // ITEMSIZE[options.dtype]
     payloads = [Payload(count, options.dtype, engine.rank) for _ in range(options.in_flight)]
     warmup = max(1, options.warmup)
     taken, _ = _back_to_back(engine, payloads, options, warmup)
@@ -147,10 +144,6 @@ def _measure_size(engine: _core.Engine, options: argparse.Namespace, size: int) 
     )
 
 
-def _itemsize(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else int(DTYPES[dtype]().itemsize)
-
-
 def _back_to_back(
     engine: _core.Engine, payloads: list[Payload], options: argparse.Namespace, iterations: int
 ) -> tuple[float, float]:
@@ -170,8 +163,10 @@ def _back_to_back(
 
 
 def _measure_under_load(engine: _core.Engine, options: argparse.Namespace) -> None:
+    from mdas.cli.payload import Payload
+
     seconds = options.seconds or 5.0
-    count = options.end // _itemsize(options.dtype)
+    count = options.end // ITEMSIZE[options.dtype]
     idle, _ = _latencies(engine, None, seconds / 5)
     load = _Load(engine, [Payload(count, options.dtype, engine.rank) for _ in range(max(3, options.in_flight))])
     _latencies(engine, load, seconds / 5)  # the link's queues and the sender's pace settle
@@ -182,7 +177,7 @@ def _measure_under_load(engine: _core.Engine, options: argparse.Namespace) -> No
             "benchmark": "allreduce under load",
             "ranks": engine.size,
             "transport": options.transport,
-            "bulk_bytes": count * _itemsize(options.dtype),
+            "bulk_bytes": count * ITEMSIZE[options.dtype],
             "bulk_busbw": goodput,
             "wrong": wrong,
             "idle_us": _summary(idle),
@@ -193,9 +188,7 @@ def _measure_under_load(engine: _core.Engine, options: argparse.Namespace) -> No
         for name, latencies in (("idle link", idle), ("beside bulk", beside)):
             summary = _summary(latencies)
             print(f"{name:24} {len(latencies):>10} {summary['median']:>10.1f} {summary['p99']:>10.1f}")
-        print(
-            f"bulk allreduces of {count * _itemsize(options.dtype)} bytes: {goodput:.4f} GB/s per link, {wrong} wrong"
-        )
+        print(f"bulk allreduces of {count * ITEMSIZE[options.dtype]} bytes: {goodput:.4f} GB/s per link, {wrong} wrong")
         local.write_json(options.json, results)
     if wrong:
         raise SystemExit(f"{wrong} elements were wrong")

@@ -13,13 +13,13 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mdas import _core
 from mdas.cli import local
-from mdas.cli.payload import Payload
 
 if TYPE_CHECKING:
+    from mdas.cli.payload import Payload
     from mdas.cli.record import Recorder
 
 PREDICTIONS = ("none", "history", "local", "blend", "sketch", "sketch+blend")
@@ -98,6 +98,8 @@ def _line(*cells: str) -> str:
 
 
 def _rows_of_size(engine: _core.Engine, options: argparse.Namespace, mb: float) -> Iterator[Row]:
+    from mdas.cli.payload import Payload
+
     payload = Payload(int(mb * 2**20) // 4, "float32", engine.rank)
     pure = _raw(engine, payload, 0.0, options)
     # All ranks sleep equally long.
@@ -137,7 +139,7 @@ def _slowest(engine: _core.Engine, options: argparse.Namespace, taken: float, ex
 
 
 def _train(
-    engine: _core.Engine, options: argparse.Namespace, mb: float, compute: float, schedule: str, predict: str
+    engine: _core.Engine, options: argparse.Namespace, mb: float, compute: float, schedule: Any, predict: Any
 ) -> Row:
     """Steps of `mdas.DistributedOptimizer` on a model whose forward and backward pass sleep `compute` seconds."""
     import torch

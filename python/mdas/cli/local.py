@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import socket
@@ -37,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(module: str, options: argparse.Namespace) -> int:
     """Runs the benchmark `module` on all ranks and waits for them. Returns the exit status."""
+    if importlib.util.find_spec("numpy") is None:
+        print("the benchmarks need numpy: pip install numpy", file=sys.stderr)
+        return 1
     launched = env.detect(os.environ).launcher != "single"
     if launched and options.world is None and options.transport == "tcp":
         return _run_here(module, options)
@@ -54,9 +58,8 @@ def _measure_of(module: str) -> Measure:
 
 
 def _run_here(module: str, options: argparse.Namespace) -> int:
-    from mdas.session import current
-
     import mdas
+    from mdas.session import current
 
     mdas.init()
     _measure_of(module)(current().engine, options)

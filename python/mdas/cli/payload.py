@@ -8,7 +8,7 @@ import numpy as np
 
 from mdas import _core
 
-DTYPES = {
+STORAGE: dict[str, type[np.generic]] = {
     "float32": np.float32,
     "float64": np.float64,
     "float16": np.float16,
@@ -17,7 +17,6 @@ DTYPES = {
     "int64": np.int64,
     "uint8": np.uint8,
 }
-OPS = ("sum", "average", "min", "max", "product")
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -31,11 +30,11 @@ class Payload:
 
     def __init__(self, count: int, dtype: str, rank: int) -> None:
         self.count, self.dtype = count, dtype
-        self._storage = np.dtype(DTYPES[dtype])
+        self._storage = np.dtype(STORAGE[dtype])
         self.nbytes = count * self._storage.itemsize
         self._memories = [_core.Memory(max(1, self.nbytes)) for _ in range(2)]
-        self._input, self._output = (
-            np.frombuffer(memory, dtype=self._storage, count=count) for memory in self._memories
+        self._input, self.output = (
+            np.frombuffer(memoryview(memory), dtype=self._storage, count=count) for memory in self._memories
         )
         self._input[:] = self._encode(self._values(rank))
 
@@ -52,20 +51,20 @@ class Payload:
         """Input and output for the engine."""
         views = [
             _core.View.from_address(array.ctypes.data, self.count, self.dtype, memory)
-            for array, memory in zip((self._input, self._output), self._memories, strict=True)
+            for array, memory in zip((self._input, self.output), self._memories, strict=True)
         ]
         return views[0], views[1]
 
     def clear(self) -> None:
         """Forgets the output, so that an old result does not pass for a new one."""
-        self._output[:] = 0
+        self.output[:] = 0
 
     def wrong(self, op: str, size: int) -> int:
         """Elements of the output that are not the allreduce over ranks 0 to `size` - 1."""
         period = min(self.count, 3)
         ranks = np.stack([self._values(rank)[:period].astype(np.float64) for rank in range(size)])
-        combine = {"sum": ranks.sum, "average": ranks.mean, "min": ranks.min, "max": ranks.max, "product": ranks.prod}
-        expected = combine[op](axis=0)
+        reduce = {"min": np.minimum, "max": np.maximum, "product": np.multiply}.get(op, np.add).reduce
+        expected = reduce(ranks, axis=0) / (size if op == "average" else 1)
         if self.dtype in ("int32", "int64", "uint8"):
             # Integers wrap; products of up to 3 ** size need Python's own.
             bits = 8 * self._storage.itemsize
@@ -74,13 +73,13 @@ class Payload:
             ]
             signed = 0 if self._storage.kind == "u" else 1 << (bits - 1)
             wrapped = [((value + signed) % (1 << bits)) - signed for value in exact]
-            return int((self._output != np.resize(np.array(wrapped, dtype=self._storage), self.count)).sum())
+            return int((self.output != np.resize(np.array(wrapped, dtype=self._storage), self.count)).sum())
         encoded = np.resize(self._encode(expected), self.count)
         if op in ("sum", "min", "max"):
-            return int((self._output != encoded).sum())
+            return int((self.output != encoded).sum())
         # A quotient and a long product may round differently in the last place.
         bits_type = f"i{self._storage.itemsize}"
-        apart = np.abs(self._output.view(bits_type).astype(np.int64) - encoded.view(bits_type).astype(np.int64))
+        apart = np.abs(self.output.view(bits_type).astype(np.int64) - encoded.view(bits_type).astype(np.int64))
         return int((apart > 1).sum())
 
 
@@ -89,18 +88,3 @@ def _product(column: Array) -> int:
     for value in column:
         result *= int(value)
     return result
-
-
-def parse_size(text: str) -> int:
-    """Bytes from "4", "64K", "1.5M", "2G" (powers of 1024).
-
-    Raises:
-        ValueError: not a size.
-    """
-    factors = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    digits = text.upper().removesuffix("B")
-    factor = factors.get(digits[-1:], 1)
-    value = float(digits.rstrip("KMG")) * factor
-    if not (0 <= value < float("inf")):
-        raise ValueError(f"{text!r} is not a size")
-    return int(value)
