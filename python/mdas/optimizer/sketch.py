@@ -96,7 +96,8 @@ class Sketcher:
         """Starts the first exchange; needs nothing but this rank's gradient."""
         for m in self.matrices:
             kernels.times(m.of(gradient), m.basis, m.own_left)
-        torch._foreach_copy_(self._own_whole, [gradient.views[p.index] for p in self._whole])
+        for own, place in zip(self._own_whole, self._whole, strict=True):
+            own.copy_(gradient.views[place.index])
         self._own_used.copy_(torch.tensor(used, dtype=torch.float32))
         self._work = self._communicator.allreduce(self._own_first, self._first, op="average", lane="urgent", tag=TAG)
 
@@ -136,7 +137,8 @@ class Sketcher:
                 c.copy_(wide)
             m.basis.copy_(m.right)
             kernels.orthonormalize(m.basis, SEED + m.index)
-        torch._foreach_copy_([into.views[p.index] for p in self._whole], self._whole_average)
+        for average, place in zip(self._whole_average, self._whole, strict=True):
+            into.views[place.index].copy_(average)
         return used
 
 
