@@ -62,7 +62,8 @@ class _Variables:
     def need(self, *names: str, because: str) -> int:
         value = self.number(*names)
         if value is None:
-            raise ConfigurationError(f"{because}, but {' or '.join(names)} is missing: set it, or use a launcher that does")
+            missing = " or ".join(names)
+            raise ConfigurationError(f"{because}, but {missing} is missing: set it, or use a launcher that does")
         return value
 
 
@@ -86,10 +87,11 @@ def detect(environ: Mapping[str, str]) -> Job:
         job = mpi if slurm is None or (mpi is not None and mpi.size != slurm.size) else slurm
         world_size = variables.number("WORLD_SIZE")
         if job is None and world_size is not None and world_size > 1:
-            raise ConfigurationError(f"WORLD_SIZE is {world_size}, but RANK is missing: set it, or use a launcher that does")
+            variables.need("RANK", because=f"WORLD_SIZE is {world_size}")
         if job is not None and world_size is not None and world_size != job.size:
             raise ConfigurationError(
-                f"WORLD_SIZE is {world_size}, but {job.why} say {job.size} processes: unset WORLD_SIZE, or set RANK, too"
+                f"WORLD_SIZE is {world_size}, but {job.why} say {job.size} processes: "
+                "unset WORLD_SIZE, or set RANK, too"
             )
     if job is None:
         return Job("single", "no launcher's variables are set", 0, 1, 0, 1, None, None, False, "single")

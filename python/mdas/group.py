@@ -95,22 +95,41 @@ def _finish(work: Work, result: Any, async_op: bool) -> Any:
     return result
 
 
-
-
 @overload
 def allreduce(
-    array: Array, op: Op = ..., *, group: Group | None = ..., out: None = ..., async_op: Literal[False] = ...,
-    timeout: float | None = ..., lane: Lane = ..., tag: int = ...,
+    array: Array,
+    op: Op = ...,
+    *,
+    group: Group | None = ...,
+    out: None = ...,
+    async_op: Literal[False] = ...,
+    timeout: float | None = ...,
+    lane: Lane = ...,
+    tag: int = ...,
 ) -> Array: ...
 @overload
 def allreduce(
-    array: object, op: Op = ..., *, group: Group | None = ..., out: Result, async_op: Literal[False] = ...,
-    timeout: float | None = ..., lane: Lane = ..., tag: int = ...,
+    array: object,
+    op: Op = ...,
+    *,
+    group: Group | None = ...,
+    out: Result,
+    async_op: Literal[False] = ...,
+    timeout: float | None = ...,
+    lane: Lane = ...,
+    tag: int = ...,
 ) -> Result: ...
 @overload
 def allreduce(
-    array: object, op: Op = ..., *, group: Group | None = ..., out: object = ..., async_op: Literal[True],
-    timeout: float | None = ..., lane: Lane = ..., tag: int = ...,
+    array: object,
+    op: Op = ...,
+    *,
+    group: Group | None = ...,
+    out: object = ...,
+    async_op: Literal[True],
+    timeout: float | None = ...,
+    lane: Lane = ...,
+    tag: int = ...,
 ) -> Work: ...
 def allreduce(
     array: Any,
@@ -159,18 +178,39 @@ def allreduce(
 
 @overload
 def broadcast(
-    array: Array, root: int = ..., *, group: Group | None = ..., out: None = ..., async_op: Literal[False] = ...,
-    timeout: float | None = ..., lane: Lane = ..., tag: int = ...,
+    array: Array,
+    root: int = ...,
+    *,
+    group: Group | None = ...,
+    out: None = ...,
+    async_op: Literal[False] = ...,
+    timeout: float | None = ...,
+    lane: Lane = ...,
+    tag: int = ...,
 ) -> Array: ...
 @overload
 def broadcast(
-    array: object, root: int = ..., *, group: Group | None = ..., out: Result, async_op: Literal[False] = ...,
-    timeout: float | None = ..., lane: Lane = ..., tag: int = ...,
+    array: object,
+    root: int = ...,
+    *,
+    group: Group | None = ...,
+    out: Result,
+    async_op: Literal[False] = ...,
+    timeout: float | None = ...,
+    lane: Lane = ...,
+    tag: int = ...,
 ) -> Result: ...
 @overload
 def broadcast(
-    array: object, root: int = ..., *, group: Group | None = ..., out: object = ..., async_op: Literal[True],
-    timeout: float | None = ..., lane: Lane = ..., tag: int = ...,
+    array: object,
+    root: int = ...,
+    *,
+    group: Group | None = ...,
+    out: object = ...,
+    async_op: Literal[True],
+    timeout: float | None = ...,
+    lane: Lane = ...,
+    tag: int = ...,
 ) -> Work: ...
 def broadcast(
     array: Any,
@@ -200,18 +240,36 @@ def broadcast(
 
 @overload
 def allgather(
-    array: Array, *, group: Group | None = ..., out: None = ..., async_op: Literal[False] = ...,
-    timeout: float | None = ..., lane: Lane = ..., tag: int = ...,
+    array: Array,
+    *,
+    group: Group | None = ...,
+    out: None = ...,
+    async_op: Literal[False] = ...,
+    timeout: float | None = ...,
+    lane: Lane = ...,
+    tag: int = ...,
 ) -> Array: ...
 @overload
 def allgather(
-    array: object, *, group: Group | None = ..., out: Result, async_op: Literal[False] = ...,
-    timeout: float | None = ..., lane: Lane = ..., tag: int = ...,
+    array: object,
+    *,
+    group: Group | None = ...,
+    out: Result,
+    async_op: Literal[False] = ...,
+    timeout: float | None = ...,
+    lane: Lane = ...,
+    tag: int = ...,
 ) -> Result: ...
 @overload
 def allgather(
-    array: object, *, group: Group | None = ..., out: object, async_op: Literal[True],
-    timeout: float | None = ..., lane: Lane = ..., tag: int = ...,
+    array: object,
+    *,
+    group: Group | None = ...,
+    out: object,
+    async_op: Literal[True],
+    timeout: float | None = ...,
+    lane: Lane = ...,
+    tag: int = ...,
 ) -> Work: ...
 def allgather(
     array: Any,
@@ -229,7 +287,11 @@ def allgather(
         array: this rank's part; its number of elements is equal on all ranks.
         out: room for size x as many elements, of any shape. Default: a new tensor or numpy array
             of shape (size, *array.shape); required for other buffers, and with `async_op`.
-        group, async_op, timeout, lane, tag: as for `allreduce`.
+        group: as for `allreduce`, like all that follow.
+        async_op: needs `out`.
+        timeout: see there.
+        lane: see there.
+        tag: see there.
 
     Returns:
         `out`, or the new array; a `Work` if `async_op`.
@@ -247,18 +309,39 @@ def allgather(
 
 @overload
 def reduce_scatter(
-    array: Array, op: Op = ..., *, group: Group | None = ..., out: None = ..., async_op: Literal[False] = ...,
-    timeout: float | None = ..., lane: Lane = ..., tag: int = ...,
+    array: Array,
+    op: Op = ...,
+    *,
+    group: Group | None = ...,
+    out: None = ...,
+    async_op: Literal[False] = ...,
+    timeout: float | None = ...,
+    lane: Lane = ...,
+    tag: int = ...,
 ) -> Array: ...
 @overload
 def reduce_scatter(
-    array: object, op: Op = ..., *, group: Group | None = ..., out: Result, async_op: Literal[False] = ...,
-    timeout: float | None = ..., lane: Lane = ..., tag: int = ...,
+    array: object,
+    op: Op = ...,
+    *,
+    group: Group | None = ...,
+    out: Result,
+    async_op: Literal[False] = ...,
+    timeout: float | None = ...,
+    lane: Lane = ...,
+    tag: int = ...,
 ) -> Result: ...
 @overload
 def reduce_scatter(
-    array: object, op: Op = ..., *, group: Group | None = ..., out: object, async_op: Literal[True],
-    timeout: float | None = ..., lane: Lane = ..., tag: int = ...,
+    array: object,
+    op: Op = ...,
+    *,
+    group: Group | None = ...,
+    out: object,
+    async_op: Literal[True],
+    timeout: float | None = ...,
+    lane: Lane = ...,
+    tag: int = ...,
 ) -> Work: ...
 def reduce_scatter(
     array: Any,
@@ -278,7 +361,11 @@ def reduce_scatter(
         op: as for `allreduce`.
         out: room for a part, of any shape. Default: a new tensor or numpy array, where the first
             dimension of `array` is divided by the size; required for other buffers, and with `async_op`.
-        group, async_op, timeout, lane, tag: as for `allreduce`.
+        group: as for `allreduce`, like all that follow.
+        async_op: needs `out`.
+        timeout: see there.
+        lane: see there.
+        tag: see there.
 
     Returns:
         `out`, or the new array; a `Work` if `async_op`.
@@ -297,12 +384,20 @@ def reduce_scatter(
 
 @overload
 def barrier(
-    *, group: Group | None = ..., async_op: Literal[False] = ..., timeout: float | None = ..., lane: Lane = ...,
+    *,
+    group: Group | None = ...,
+    async_op: Literal[False] = ...,
+    timeout: float | None = ...,
+    lane: Lane = ...,
     tag: int = ...,
 ) -> None: ...
 @overload
 def barrier(
-    *, group: Group | None = ..., async_op: Literal[True], timeout: float | None = ..., lane: Lane = ...,
+    *,
+    group: Group | None = ...,
+    async_op: Literal[True],
+    timeout: float | None = ...,
+    lane: Lane = ...,
     tag: int = ...,
 ) -> Work: ...
 def barrier(
@@ -327,9 +422,7 @@ def _views(array: Any, out: Any) -> tuple[_core.View, _core.View]:
     return buffers.view(array, writable=False), buffers.view(out, writable=True)
 
 
-def _result(
-    out: Any, array: Any, async_op: bool, shape: Callable[[tuple[int, ...]], tuple[int, ...]]
-) -> Any:
+def _result(out: Any, array: Any, async_op: bool, shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Any:
     """`out`, or a new array like `array`."""
     if out is not None:
         return out

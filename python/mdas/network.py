@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mdas import _core
@@ -64,13 +65,19 @@ def advertised_address(host: str, port: int, spec: str | None, all_on_this_host:
     """
     routed = routed_address(host, port)
     address = ipaddress.ip_address(routed)
-    if address.is_loopback and not all_on_this_host:
+    if address.is_loopback and not all_on_this_host and not _means_this_host(host):
         # On rank 0's host, its name may stand for the loopback interface (as in Debian's /etc/hosts).
-        try:
+        with suppress(Error):  # no way out of this host: nobody can be elsewhere
             routed = _core.local_address_towards(_ELSEWHERE[address.version])
-        except Error:
-            pass  # no way out of this host: nobody can be elsewhere
     return choose(interfaces(), spec, routed)
+
+
+def _means_this_host(host: str) -> bool:
+    """Is the meeting point one that only ranks of the same host can reach?"""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 def choose(available: Sequence[Interface], spec: str | None, routed: str) -> str:

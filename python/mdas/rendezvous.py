@@ -18,7 +18,7 @@ from mdas.env import Job
 from mdas.errors import ConfigurationError, Error
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
 _POLL_SECONDS = 0.02
 """Between looks into the store, so that Ctrl-C works: torch's own waits do not look for signals."""
@@ -97,16 +97,16 @@ class Place:
         left = max(self._deadline - time.monotonic(), 0.0)
         return _core.meet(self._job.rank, self._job.size, f"{self.name}/{what}", secret, address, blob, left)
 
-    def _agent_store(self) -> dist.Store:
-        import torch.distributed as dist
+    def _agent_store(self) -> Store:
+        from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
         left = timedelta(seconds=max(self._deadline - time.monotonic(), 1.0))
         try:
-            return dist.TCPStore(self.host, self.port, is_master=False, timeout=left)
-        except dist.DistError as error:
+            return TCPStore(self.host, self.port, is_master=False, timeout=left)
+        except DistError as error:
             raise Error(f"init: torchrun's store at {network.endpoint(self.host, self.port)}: {error}") from error
 
-    def _through_store(self, store: dist.Store, what: str, blob: bytes) -> list[bytes]:
+    def _through_store(self, store: Store, what: str, blob: bytes) -> list[bytes]:
         keys = [f"mdas/{self.name}/{what}/{rank}" for rank in range(self._job.size)]
         store.set(keys[self._job.rank], blob.decode())
         while not store.check(keys):

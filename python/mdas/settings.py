@@ -66,7 +66,8 @@ def read(
         progress_cpus=_cpus(environ.get("MDAS_PROGRESS_CPUS") or ""),
     )
     if chosen.transport not in TRANSPORTS:
-        raise ConfigurationError(f"transport {chosen.transport!r} (MDAS_TRANSPORT) is not one of {', '.join(TRANSPORTS)}")
+        known = ", ".join(TRANSPORTS)
+        raise ConfigurationError(f"transport {chosen.transport!r} (MDAS_TRANSPORT) is not one of {known}")
     return chosen
 
 

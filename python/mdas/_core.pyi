@@ -1,0 +1,245 @@
+"""The Rust core of mdas. Use it through the package `mdas`."""
+
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+from typing_extensions import Buffer
+
+__all__ = [
+    "Engine",
+    "EngineSettings",
+    "loopback",
+    "Listener",
+    "host_identity",
+    "interfaces",
+    "local_address_towards",
+    "meet",
+    "Adam",
+    "Sgd",
+    "Update",
+    "cpu_level",
+    "fused_update",
+    "copy_sqnorm",
+    "dot",
+    "sqdist",
+    "sqnorm",
+    "expand",
+    "orthonormalize",
+    "times",
+    "transposed_times",
+    "start_logging",
+    "Memory",
+    "View",
+    "Work",
+    "__version__",
+    "Error",
+    "InvalidArgumentError",
+    "ConfigurationError",
+    "MismatchError",
+    "PeerLostError",
+    "CollectiveTimeoutError",
+    "ClosedError",
+]
+
+__version__: Final[str]
+
+# Exceptions: see mdas.errors.
+
+class Error(RuntimeError): ...
+class InvalidArgumentError(Error, ValueError): ...
+class ConfigurationError(Error): ...
+class MismatchError(Error): ...
+
+class PeerLostError(Error):
+    peer: int
+
+class CollectiveTimeoutError(Error, TimeoutError): ...
+class ClosedError(Error): ...
+
+# Memory.
+
+@final
+class Memory(Buffer):
+    def __new__(cls, nbytes: int) -> Memory: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    def __len__(self) -> int: ...
+
+@final
+class View:
+    @staticmethod
+    def from_buffer(obj: object, writable: bool) -> View: ...
+    @staticmethod
+    def from_address(address: int, count: int, dtype: str, owner: Any) -> View: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def writable(self) -> bool: ...
+
+# The engine.
+
+@final
+class Work:
+    def done(self) -> bool: ...
+    def wait(self, timeout: float | None = None) -> None: ...
+    def times(self) -> tuple[int, int, int] | None: ...
+
+@final
+class EngineSettings:
+    def __new__(
+        cls,
+        timeout: float = 300.0,
+        warn_after: float = 10.0,
+        small_bytes: int | None = None,
+        algorithm: str | None = None,
+        cpus: Sequence[int] = ...,
+    ) -> EngineSettings: ...
+
+@final
+class Engine:
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def transport(self) -> str: ...
+    def new_group(self, ranks: Sequence[int]) -> int: ...
+    def allreduce(
+        self,
+        group: int,
+        input: View,
+        output: View,
+        op: str = "sum",
+        lane: str = "bulk",
+        tag: int = 0,
+        timeout: float | None = None,
+        blocking: bool = False,
+    ) -> Work: ...
+    def broadcast(
+        self,
+        group: int,
+        input: View,
+        root: int,
+        lane: str = "bulk",
+        tag: int = 0,
+        timeout: float | None = None,
+        blocking: bool = False,
+        output: View | None = None,
+    ) -> Work: ...
+    def allgather(
+        self,
+        group: int,
+        input: View,
+        output: View,
+        lane: str = "bulk",
+        tag: int = 0,
+        timeout: float | None = None,
+        blocking: bool = False,
+    ) -> Work: ...
+    def reduce_scatter(
+        self,
+        group: int,
+        input: View,
+        output: View,
+        op: str = "sum",
+        lane: str = "bulk",
+        tag: int = 0,
+        timeout: float | None = None,
+        blocking: bool = False,
+    ) -> Work: ...
+    def barrier(
+        self,
+        group: int,
+        lane: str = "urgent",
+        tag: int = 0,
+        timeout: float | None = None,
+        blocking: bool = False,
+    ) -> Work: ...
+    def counters(self) -> dict[str, int]: ...
+    def abandon(self) -> None: ...
+    def shutdown(self, deadline: float) -> None: ...
+
+def loopback(size: int, settings: EngineSettings | None = None, nodes: Sequence[int] | None = None) -> list[Engine]: ...
+
+# Joining.
+
+@final
+class Listener:
+    def __new__(
+        cls, address: str, ports: tuple[int, int], rank: int, size: int, job: str, secret: bytes
+    ) -> Listener: ...
+    @property
+    def port(self) -> int: ...
+    def connect(
+        self,
+        members: Sequence[tuple[str, int]],
+        nodes: Sequence[int],
+        settings: EngineSettings,
+        configuration: str,
+        deadline: float,
+    ) -> Engine: ...
+
+def meet(rank: int, size: int, job: str, secret: bytes, address: str, blob: bytes, deadline: float) -> list[bytes]: ...
+def interfaces() -> list[tuple[str, str, bool]]: ...
+def local_address_towards(address: str) -> str: ...
+def host_identity() -> str: ...
+def start_logging(rank: int, filter: str) -> None: ...
+
+# Kernels, on addresses of float32 elements.
+
+@final
+class Sgd:
+    def __new__(
+        cls,
+        lr: float,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
+        first: bool = False,
+    ) -> Sgd: ...
+
+@final
+class Adam:
+    def __new__(
+        cls,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        decoupled: bool,
+        step: int,
+        maximize: bool = False,
+    ) -> Adam: ...
+
+@final
+class Update:
+    def __new__(
+        cls, rule: Sgd | Adam, gradient: int, local: int | None = None, alpha: float = 1.0, scale: float = 1.0
+    ) -> Update: ...
+
+def fused_update(
+    count: int,
+    base: int,
+    state: Sequence[int],
+    real: Update | None = None,
+    forward: int | None = None,
+    prediction: Update | None = None,
+) -> None: ...
+def copy_sqnorm(target: int, source: int, count: int) -> float: ...
+def sqnorm(a: int, count: int) -> float: ...
+def sqdist(a: int, b: int, count: int) -> float: ...
+def dot(a: int, b: int, count: int) -> float: ...
+def times(rows: int, columns: int, rank: int, d: int, r: int, p: int) -> None: ...
+def transposed_times(rows: int, columns: int, rank: int, d: int, p: int, r: int) -> None: ...
+def expand(rows: int, columns: int, rank: int, h: int, p: int, r: int, c: int) -> None: ...
+def orthonormalize(rows: int, rank: int, p: int, seed: int) -> tuple[int, int]: ...
+def cpu_level() -> str: ...
