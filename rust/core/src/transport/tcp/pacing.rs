@@ -39,10 +39,12 @@ const EAGER: f64 = 0.08;
 const MAX_GROWTH: f64 = 0.25;
 /// After a drain, the smoothed round trip may still show the old queue for this long (seconds).
 const SETTLE: f64 = 0.02;
-/// A queue that has not shrunk to this part within this time (seconds) will not: it may be somebody else's.
+/// A queue that has not shrunk to this part within this time (seconds) will not.
 const SHRUNK: f64 = 0.7;
 const PATIENCE: f64 = 0.05;
-/// So many drains in a row that did not help mean that the queue is not ours; then we leave it for `TRUCE` seconds.
+/// A queue beyond this length (seconds) is certainly one, and not a delay on this machine.
+const DEEP: f64 = 5.0e-3;
+/// So many drains in a row that left it deep mean that the queue is not ours; then we leave it for `TRUCE` seconds.
 const VAIN: u32 = 3;
 const TRUCE: f64 = 2.0;
 /// A rate that has grown to this multiple of what was delivered is no limit any more.
@@ -131,14 +133,13 @@ impl Pacer {
                     self.drain(at, queue);
                 }
             }
-            Phase::Drain { .. } if queue < SHORT => {
-                self.vain = 0;
-                self.climb(at);
-            }
+            Phase::Drain { .. } if queue < SHORT => self.climb(at),
             Phase::Drain { since, .. } if at - since < PATIENCE => {}
             Phase::Drain { queue: before, .. } if queue < SHRUNK * before => self.drain(at, queue),
+            // Not gone, but short: a busy machine delays packets, too, or the other direction's queue.
+            Phase::Drain { .. } if queue < DEEP => self.climb(at),
             Phase::Drain { .. } => {
-                // What we knew of the link may be out of date.
+                // What we knew of the link is out of date, or the queue is somebody else's.
                 self.good = 0.0;
                 if self.latest() > 0.0 {
                     self.best = [self.latest(), 0.0];
@@ -169,6 +170,7 @@ impl Pacer {
     }
 
     fn climb(&mut self, at: f64) {
+        self.vain = 0;
         self.rate = self.rate.max(RESUME * self.link());
         self.phase = Phase::Climb { since: at };
     }
