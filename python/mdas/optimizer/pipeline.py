@@ -240,12 +240,11 @@ class Pipeline:
         if not math.isfinite(round.square):
             alpha = 1.0  # this rank's gradient must not reach its weights
         change = Change(shared, used)
-        if alpha < 1.0:
+        if alpha == 0.0:
+            change = Change(round.gradient, round.used)  # as it is, not to rounding
+        elif alpha < 1.0:
             change.used = [a or b for a, b in zip(used, round.used, strict=True)]
-            if alpha == 0.0:
-                change.shared = round.gradient  # as it is, not to rounding
-            else:
-                change.local, change.alpha = round.gradient, alpha
+            change.local, change.alpha = round.gradient, alpha
         if self._max_norm is not None:
             change.scale = self._clip(kernels.squared_blend(change.shared, change.local, change.alpha))
         return change

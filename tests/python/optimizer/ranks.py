@@ -10,6 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from mdas import _core
+from mdas.communicator import CoreCommunicator
+
 T = TypeVar("T")
 DEADLINE = 60.0
 _REDUCE = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}
@@ -22,15 +25,15 @@ class FakeNetwork:
         self.size = size
         self.calls: dict[tuple[str, int], list[Any]] = {}
         self.changed = threading.Condition()
-        self.broken: BaseException | None = None
+        self.broken = False
         self.log: list[list[str]] = [[] for _ in range(size)]
 
     def communicators(self) -> list[FakeCommunicator]:
         return [FakeCommunicator(self, rank) for rank in range(self.size)]
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, rank: int) -> None:
         with self.changed:
-            self.broken = self.broken or error
+            self.broken = True
             self.changed.notify_all()
 
 
@@ -118,21 +121,40 @@ class FakeCommunicator:
         return work
 
 
-def on_ranks(size: int, body: Callable[[FakeCommunicator], T]) -> list[T]:
+def on_ranks(size: int, body: Callable[[FakeCommunicator], T], network: FakeNetwork | None = None) -> list[T]:
     """Runs body(communicator) on `size` threads; results in rank order. The first error is raised."""
-    network = FakeNetwork(size)
-    errors: list[BaseException] = []
+    network = network or FakeNetwork(size)
+    return _run(network.communicators(), body, network.fail)
 
-    def run(communicator: FakeCommunicator) -> T | None:
+
+def on_core_ranks(size: int, body: Callable[[CoreCommunicator], T]) -> list[T]:
+    """The same over mdas's own engine and its loopback transport."""
+    engines = _core.loopback(size, _core.EngineSettings(timeout=DEADLINE))
+    try:
+        communicators = [CoreCommunicator(engine, 0, engine.rank, size) for engine in engines]
+        # A rank that fails leaves: the others are told so instead of waiting for it.
+        return _run(communicators, body, lambda rank: engines[rank].shutdown(1.0))
+    finally:
+        for engine in engines:
+            engine.shutdown(5.0)
+
+
+def _run(communicators: list[Any], body: Callable[[Any], T], fail: Callable[[int], None]) -> list[T]:
+    failed: list[int] = []
+
+    def run(communicator: Any) -> T:
+        ended = False
         try:
-            return body(communicator)
-        except BaseException as error:
-            errors.append(error)
-            network.fail(error)
-            return None
+            result = body(communicator)
+            ended = True
+            return result
+        finally:
+            if not ended:
+                failed.append(communicator.rank)
+                fail(communicator.rank)
 
-    with ThreadPoolExecutor(size) as pool:
-        results = list(pool.map(run, network.communicators()))
-    if errors:
-        raise errors[0]
-    return results  # type: ignore[return-value]
+    with ThreadPoolExecutor(len(communicators)) as pool:
+        futures = [pool.submit(run, communicator) for communicator in communicators]
+    for rank in failed:
+        futures[rank].result()  # raises what came first; the others' errors follow from it
+    return [future.result() for future in futures]

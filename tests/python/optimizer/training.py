@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mdas.optimizer import DistributedOptimizer
+
 _building = threading.Lock()
 
 
-def mlp(seed: int = 0, width: int = 16) -> nn.Sequential:
-    with _building, torch.random.fork_rng():
+def built(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """A module made from a seed; ranks are threads and share the generator."""
+    with _building, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3))
+        return make()
+
+
+def mlp(seed: int = 0) -> nn.Module:
+    return built(
+        lambda: nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3)), seed
+    )
 
 
 def batch(step: int, rank: int, size: int = 12) -> tuple[Tensor, Tensor]:
@@ -23,24 +33,39 @@ def batch(step: int, rank: int, size: int = 12) -> tuple[Tensor, Tensor]:
     return x, (x[:, 0] > 0).long() + (x[:, 1] * x[:, 2] > 0).long()
 
 
+def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    x, y = batch(step, rank)
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
 def train(
-    model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    model: nn.Module,
     steps: range,
     rank: int,
+    *,
+    loss: Callable[[nn.Module, int, int], Tensor] = loss,
+    scheduler: Any = None,
     after: Callable[[int], None] = lambda step: None,
-) -> list[float]:
-    """Plain loop; returns the losses. `after` is called with each step's number."""
-    losses = []
+) -> None:
+    """The plain loop. `after` is called with each step's number."""
     for step in steps:
-        x, y = batch(step, rank)
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
+        loss(model, step, rank).backward()
         optimizer.step()
-        losses.append(loss.item())
+        if scheduler is not None:
+            scheduler.step()
         after(step)
-    return losses
+
+
+def wrapped(model: nn.Module, communicator: Any, make: Any = sgd, **options: Any) -> DistributedOptimizer:
+    """With small buckets, so that there are several, and no warm-up unless asked for."""
+    options = {"bucket_mb": 0.001, "warmup_steps": 0, "fused": False} | options
+    return DistributedOptimizer(make(model), model, communicator=communicator, **options)
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -48,7 +73,7 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
 
 
-def base(model: nn.Module, optimizer) -> Tensor:
+def base(model: nn.Module, optimizer: DistributedOptimizer) -> Tensor:
     """All base weights, with the pending average applied."""
     with optimizer.base_weights():
         return flat(model)

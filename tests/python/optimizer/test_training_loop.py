@@ -1,0 +1,368 @@
+"""What people write in a training loop, against one process in plain torch."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from ranks import FakeNetwork, on_core_ranks, on_ranks
+from reference import simulate
+from torch import nn
+
+from training import base, built, flat, loss, mlp, sgd, train, wrapped
+
+MODES = {
+    "sync": {"schedule": "sync"},
+    "none": {"predict": "none", "warmup_steps": 2},
+    "history": {"predict": "history", "warmup_steps": 2},
+    "local": {"predict": "local", "warmup_steps": 2},
+}
+pytestmark = pytest.mark.parametrize("mode", MODES)
+
+
+def check(mode, *, ranks=2, steps=10, build=mlp, make=sgd, loss=loss, make_scheduler=None, max_norm=None, body=train):
+    """Product and simulation, bit for bit. Returns both outcomes."""
+    expected = simulate(
+        build,
+        make,
+        loss,
+        ranks=ranks,
+        steps=steps,
+        predict=mode,
+        warmup=2,
+        max_norm=max_norm,
+        make_scheduler=make_scheduler,
+    )
+
+    def rank(communicator):
+        model = build()
+        optimizer = wrapped(model, communicator, make, max_norm=max_norm, **MODES[mode])
+        scheduler = make_scheduler(optimizer) if make_scheduler else None
+        body(optimizer, model, range(steps), communicator.rank, loss=loss, scheduler=scheduler)
+        return base(model, optimizer), flat(model), model, optimizer
+
+    out = on_ranks(ranks, rank)
+    for i, (b, w, _, _) in enumerate(out):
+        assert torch.equal(b, expected.base)
+        assert torch.equal(w, expected.forward[i])
+    return out, expected
+
+
+@pytest.mark.parametrize(
+    "make_scheduler",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=12),
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3),
+    ],
+    ids=["cosine", "one cycle", "step"],
+)
+def test_schedulers(mode, make_scheduler):
+    """OneCycleLR changes the momentum as well."""
+    check(mode, make_scheduler=make_scheduler)
+
+
+def test_scheduler_on_the_wrapped_optimizer(mode):
+    """Built before wrapping; nobody is warned of a missing step."""
+
+    def body(communicator):
+        model = mlp()
+        inner = sgd(model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+        optimizer = wrapped(model, communicator, lambda m: inner, fused=True, **MODES[mode])
+        train(optimizer, model, range(4), communicator.rank, scheduler=scheduler)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 16)
+
+    on_ranks(2, body)
+
+
+def test_two_groups(mode):
+    def make(model):
+        layers = list(model.children())
+        return torch.optim.SGD(
+            [
+                {"params": layers[0].parameters(), "lr": 0.1, "momentum": 0.5},
+                {"params": itertools.chain(layers[2].parameters(), layers[4].parameters()), "weight_decay": 0.1},
+            ],
+            lr=0.02,
+        )
+
+    check(mode, make=make)
+
+
+class Branches(nn.Module):
+    """Uses one of two layers, or a third one never."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.never = nn.Linear(8, 3), nn.Linear(8, 3), nn.Linear(8, 3)
+        self.chosen = "a"
+
+    def forward(self, x):
+        return getattr(self, self.chosen)(x)
+
+
+def test_unused_parameters_do_not_move(mode):
+    """Not by momentum nor by decay; used by one rank only, they get half the gradient."""
+
+    def branch_loss(model, step, rank):
+        model.chosen = "a" if step % 3 or rank else "b"
+        return loss(model, step, rank)
+
+    def make(model):
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+
+    out, _ = check(mode, build=lambda: built(Branches), make=make, loss=branch_loss)
+    start = built(Branches)
+    for _, _, model, optimizer in out:
+        assert torch.equal(model.never.weight, start.never.weight)
+        assert model.never.weight.grad is None
+        assert optimizer.averaged_grad(model.never.weight) is None
+
+
+def test_batch_norm_statistics_are_each_ranks_own(mode):
+    def build():
+        return built(lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)))
+
+    out, expected = check(mode, build=build)
+    for (_, _, model, _), reference in zip(out, expected.models, strict=True):
+        for ours, theirs in zip(model.buffers(), reference.buffers(), strict=True):
+            assert torch.equal(ours, theirs)
+    assert not torch.equal(out[0][2][1].running_mean, out[1][2][1].running_mean)
+
+
+def test_sync_buffers(mode):
+    def body(communicator):
+        model = built(lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)))
+        optimizer = wrapped(model, communicator, **MODES[mode])
+        train(optimizer, model, range(3), communicator.rank)
+        before = model[1].running_mean.clone(), model[1].running_var.clone()
+        optimizer.sync_buffers()
+        return before, (model[1].running_mean, model[1].running_var), model[1].num_batches_tracked
+
+    out = on_ranks(3, body)
+    for kind in range(2):
+        mean = sum(before[kind] for before, _, _ in out) / 3
+        for _, after, count in out:
+            torch.testing.assert_close(after[kind], mean)
+            assert count == 3
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_and_overwritten_gradients(mode, set_to_none):
+    """Right after backward the user overwrites `p.grad`: what is in flight is not the user's."""
+
+    def body(optimizer, model, steps, rank, *, loss, scheduler):
+        for step in steps:
+            loss(model, step, rank).backward()
+            for p in model.parameters():
+                p.grad.fill_(math.nan)
+            optimizer.step()
+            for p in model.parameters():
+                assert torch.isnan(p.grad).all()  # it still is the user's
+                p.grad.fill_(7.0)
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    check(mode, body=body)
+
+
+def test_gradients_without_a_backward_pass(mode):
+    """What no hook has brought counts as it stands, as for any torch optimizer."""
+
+    def body(optimizer, model, steps, rank, *, loss, scheduler):
+        for step in steps:
+            parameters = list(model.parameters())
+            for p, g in zip(parameters, torch.autograd.grad(loss(model, step, rank), parameters), strict=True):
+                p.grad = g
+            optimizer.step()
+
+    check(mode, body=body)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_max_norm(mode, fused):
+    """Of the average and of its prediction; torch computes norms in another order."""
+    steps, norm = 10, 0.05
+    expected = simulate(mlp, sgd, loss, ranks=2, steps=steps, predict=mode, warmup=2, max_norm=norm)
+    unclipped = simulate(mlp, sgd, loss, ranks=2, steps=steps, predict=mode, warmup=2)
+
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, max_norm=norm, fused=fused, **MODES[mode])
+        train(optimizer, model, range(steps), communicator.rank)
+        return base(model, optimizer), flat(model)
+
+    for rank, (b, w) in enumerate(on_ranks(2, body)):
+        torch.testing.assert_close(b, expected.base, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(w, expected.forward[rank], rtol=1e-5, atol=1e-6)
+        assert (b - unclipped.base).abs().max() > 1e-3
+
+
+def test_accumulation_under_no_sync(mode):
+    def twice(model, step, rank):
+        return loss(model, 2 * step, rank) + loss(model, 2 * step + 1, rank)
+
+    def body(optimizer, model, steps, rank, **_):
+        for step in steps:
+            optimizer.zero_grad()
+            with optimizer.no_sync():
+                loss(model, 2 * step, rank).backward()
+            loss(model, 2 * step + 1, rank).backward()
+            optimizer.step()
+
+    expected = simulate(mlp, sgd, twice, ranks=2, steps=6, predict=mode, warmup=2)
+
+    def rank(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, **MODES[mode])
+        body(optimizer, model, range(6), communicator.rank)
+        return base(model, optimizer)
+
+    for b in on_ranks(2, rank):
+        torch.testing.assert_close(b, expected.base, rtol=1e-5, atol=1e-6)
+
+
+def test_a_second_backward_pass_is_refused(mode):
+    def body(communicator):
+        model = mlp()
+        wrapped(model, communicator, **MODES[mode])
+        loss(model, 0, 0).backward()
+        with pytest.raises(RuntimeError, match=r"second gradient before optimizer.step\(\).*no_sync"):
+            loss(model, 1, 0).backward()
+
+    on_ranks(2, body)
+
+
+def test_averaged_grad(mode):
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, **MODES[mode])
+        parameter = model[2].weight
+        assert optimizer.averaged_grad(parameter) is None
+        seen = []
+        train(
+            optimizer,
+            model,
+            range(6),
+            communicator.rank,
+            after=lambda step: seen.append(optimizer.averaged_grad(parameter)),
+        )
+        return seen
+
+    expected = simulate(mlp, sgd, loss, ranks=2, steps=6, predict=mode, warmup=2).averages
+    weight = [name for name, _ in mlp().named_parameters()].index("2.weight")
+    for seen in on_ranks(2, body):
+        for step in range(6):
+            applied = step if mode == "sync" or step < 2 else step - 1
+            assert torch.equal(seen[step], expected[applied][weight])
+
+
+def test_a_nan_on_one_rank_is_skipped_by_all(mode):
+    """And poisons nothing: the run goes on as the simulation's, which drops that average."""
+
+    def with_nan(model, step, rank):
+        value = loss(model, step, rank)
+        return value * math.nan if (step, rank) == (4, 1) else value
+
+    out, _ = check(mode, ranks=3, steps=12, loss=with_nan)
+    for _, w, _, optimizer in out:
+        assert torch.isfinite(w).all()
+        assert optimizer.skipped_steps == 1
+
+
+def test_step_without_backward(mode):
+    """One rank has run out of data: the others go on, and it follows."""
+
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, **MODES[mode])
+        for step in range(6):
+            optimizer.zero_grad()
+            if communicator.rank == 0 or step < 3:
+                loss(model, step, communicator.rank).backward()
+            optimizer.step()
+        return base(model, optimizer)
+
+    out = on_ranks(2, body)
+    assert torch.equal(out[0], out[1])
+
+
+def test_buckets_go_out_in_one_order_whatever_backward_does(mode):
+    """Rank 1 reaches its layers in another order than rank 0."""
+
+    class Order(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            order = self.layers if self.forwards else list(self.layers)[::-1]
+            for layer in order:
+                x = torch.tanh(layer(x))
+            return x[:, :3]
+
+    network = FakeNetwork(2)
+
+    def body(communicator):
+        model = built(Order)
+        model.forwards = communicator.rank == 0
+        optimizer = wrapped(model, communicator, bucket_mb=0.0002, **MODES[mode])
+        train(optimizer, model, range(4), communicator.rank)
+        return base(model, optimizer)
+
+    out = on_ranks(2, body, network)
+    assert torch.equal(out[0], out[1])
+    assert network.log[0] == network.log[1]
+    assert sum("allreduce average" in line and "bulk" in line for line in network.log[0]) >= 4 * 4
+
+
+def test_buckets_are_launched_during_backward(mode):
+    network = FakeNetwork(2)
+
+    def body(communicator):
+        model = mlp()
+        wrapped(model, communicator, bucket_mb=0.0005, **MODES[mode])
+        loss(model, 0, communicator.rank).backward()
+        return len([line for line in network.log[communicator.rank] if "allreduce average" in line])
+
+    assert min(on_ranks(2, body, network)) >= 2
+
+
+def test_observe_and_tally(mode):
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, **MODES[mode])
+        for step in range(5):
+            optimizer.observe(loss=1.0 + communicator.rank, samples=10 * (1 + communicator.rank))
+            optimizer.zero_grad()
+            loss(model, step, communicator.rank).backward()
+            optimizer.step()
+        return optimizer.tally
+
+    for tally in on_core_ranks(2, body):
+        assert tally.samples == 30
+        assert tally.loss / tally.weight == pytest.approx((10 * 1 + 20 * 2) / 30)
+        assert tally.square > 0
+        assert tally.average_square > 0
+        assert tally.nonfinite == 0
+        assert tally.bulk > 0
+
+
+def test_close_leaves_the_base_weights(mode):
+    expected = simulate(mlp, sgd, loss, ranks=2, steps=6, predict=mode, warmup=2)
+
+    def body(communicator):
+        model = mlp()
+        inner = sgd(model)
+        optimizer = wrapped(model, communicator, lambda m: inner, **MODES[mode])
+        train(optimizer, model, range(6), communicator.rank)
+        optimizer.close()
+        optimizer.close()
+        assert torch.equal(flat(model), expected.base)
+        with pytest.raises(RuntimeError, match="is closed"):
+            optimizer.step()
+        loss(model, 6, 0).backward()  # no hook is left
+        inner.step()
+        assert not torch.equal(flat(model), expected.base)
+
+    on_ranks(2, body)
