@@ -80,10 +80,28 @@ fn main() -> Outcome<()> {
         let seconds = start.ok_or("the plain stream was too short")?.elapsed().as_secs_f64();
         stream.write_all(&(bytes as f64 / seconds).to_le_bytes())?;
     }
-    // Everybody starts the ring together: the word goes round once.
-    lanes(&mut tcp, rank, size, length, plain_goodput)?;
+    let early = start_together(&mut tcp, rank, size)?;
+    lanes(&mut tcp, rank, size, length, plain_goodput, early)?;
     tcp.close(PATIENCE);
     Ok(())
+}
+
+/// Waits for rank 0's word; returns what faster ranks have said meanwhile.
+fn start_together(tcp: &mut Tcp, rank: usize, size: usize) -> Outcome<Vec<Event>> {
+    let (begin, mut events) = (Instant::now(), Vec::new());
+    if rank == 0 {
+        (1..size).for_each(|peer| tcp.control(peer, b"start"));
+        return Ok(events);
+    }
+    let is_start = |event: &Event| matches!(event, Event::Control { peer: 0, frame } if **frame == *b"start");
+    while begin.elapsed() < PATIENCE {
+        tcp.poll(Duration::from_millis(100), &mut events)?;
+        if let Some(i) = events.iter().position(is_start) {
+            events.remove(i);
+            return Ok(events);
+        }
+    }
+    Err("rank 0 does not start".into())
 }
 
 fn encode(key: LandingKey) -> Vec<u8> {
@@ -94,7 +112,7 @@ fn decode(frame: &[u8]) -> Outcome<LandingKey> {
     Ok(LandingKey([u64::from_le_bytes(frame[1..9].try_into()?), u64::from_le_bytes(frame[9..17].try_into()?)]))
 }
 
-fn lanes(tcp: &mut Tcp, rank: usize, size: usize, length: Duration, plain: f64) -> Outcome<()> {
+fn lanes(tcp: &mut Tcp, rank: usize, size: usize, length: Duration, plain: f64, mut events: Vec<Event>) -> Outcome<()> {
     let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
     let chunk = tcp.chunk_bytes(Lane::Bulk);
     let mut source = vec![1u8; chunk];
@@ -114,7 +132,6 @@ fn lanes(tcp: &mut Tcp, rank: usize, size: usize, length: Duration, plain: f64) 
     let mut begin = None;
     let (mut trips, mut pinged, mut due) = (Vec::new(), None, Instant::now());
     let mut gone = 0;
-    let mut events = Vec::new();
     let mut over = false;
     let patience = Instant::now();
     while !over && gone == 0 {

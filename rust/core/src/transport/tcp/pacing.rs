@@ -51,8 +51,8 @@ const TRUCE: f64 = 2.0;
 const FREE: f64 = 3.0;
 /// Samples over which the delivered rate is taken; long, since a queue that empties looks like a higher rate.
 const WINDOW: usize = 24;
-/// Enough for a first estimate.
-const FIRST_WINDOW: usize = 6;
+/// Enough while the queue only grows.
+const SHORT_WINDOW: usize = 6;
 /// The best delivered rate is remembered for one to two times this long (seconds).
 const MEMORY: f64 = 1.0;
 
@@ -195,7 +195,7 @@ impl Pacer {
     /// The rate of the latest samples; 0 if there are too few.
     fn latest(&self) -> f64 {
         match (self.recent.front(), self.recent.back()) {
-            (Some((first, before)), Some((last, acked))) if self.recent.len() > FIRST_WINDOW => {
+            (Some((first, before)), Some((last, acked))) if self.recent.len() > SHORT_WINDOW => {
                 (acked - before) as f64 / (last - first)
             }
             _ => 0.0,
@@ -212,7 +212,8 @@ impl Pacer {
             self.period = sample.at;
         }
         self.recent.push_back((sample.at, sample.acked));
-        if self.recent.len() > if self.delivered() == 0.0 { FIRST_WINDOW } else { WINDOW } {
+        let saturated = matches!(self.phase, Phase::Free { .. }) || sample.queue > DEEP;
+        if self.recent.len() > if saturated { SHORT_WINDOW } else { WINDOW } {
             self.best[0] = self.best[0].max(self.latest());
         }
         if self.recent.len() > WINDOW {
