@@ -6,9 +6,9 @@
 //! to have: up until a queue of a millisecond shows, down until it is gone, and so on. A connection
 //! whose round trip never grows is left alone.
 //!
-//! The round trip contains the queues of both directions, and cannot tell them apart. So every step
-//! down is relative to the rate that was delivered, never an accumulation of steps: a direction whose
-//! partner causes the queue still rises from cycle to cycle until it, too, meets its link's rate.
+//! The round trip contains the queues of both directions, and cannot tell them apart. But our own
+//! queue shrinks when we send less. If it does not, it was not ours, and we go on a little faster than
+//! before: so a direction whose partner causes the queue still rises until it meets its own link's rate.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -39,13 +39,17 @@ const EAGER: f64 = 0.08;
 const MAX_GROWTH: f64 = 0.25;
 /// After a drain, the smoothed round trip may still show the old queue for this long (seconds).
 const SETTLE: f64 = 0.02;
-/// A queue that has not shrunk to this part within this time (seconds) will not.
-const SHRUNK: f64 = 0.7;
-const PATIENCE: f64 = 0.05;
+/// A queue that has not shrunk to this part of its peak after this time (seconds) is not ours: it is the
+/// other direction's, or a busy machine's. Then the rate is this multiple of what it was before, but at
+/// most that of the link's: so it rises until the queue is ours.
+const CHECK: f64 = 0.035;
+const SHRUNK: f64 = 0.85;
+const BOOST: f64 = 1.03;
+const CAP: f64 = 1.08;
 /// A queue beyond this length (seconds) is certainly one, and not a delay on this machine.
 const DEEP: f64 = 5.0e-3;
 /// So many drains in a row that left it deep mean that the queue is not ours; then we leave it for `TRUCE` seconds.
-const VAIN: u32 = 3;
+const VAIN: u32 = 4;
 const TRUCE: f64 = 2.0;
 /// A rate that has grown to this multiple of what was delivered is no limit any more.
 const FREE: f64 = 3.0;
@@ -73,8 +77,8 @@ pub struct Sample {
 enum Phase {
     /// No limit; not looked at before this time.
     Free { from: f64 },
-    /// Below the link's rate, since a time at which the queue was so long.
-    Drain { since: f64, queue: f64 },
+    /// Below the link's rate; the longest queue since then, and the rate before.
+    Drain { since: f64, peak: f64, from: f64 },
     /// Growing.
     Climb { since: f64 },
 }
@@ -88,6 +92,8 @@ pub struct Pacer {
     long: u32,
     /// Drains in a row that did not help.
     vain: u32,
+    /// Drains in a row that did not shorten a short queue.
+    foreign: u32,
     /// Latest samples (time, acked) without a gap, oldest first.
     recent: VecDeque<(f64, u64)>,
     /// Best delivered rate of this period and of the one before, and when this one began.
@@ -104,6 +110,7 @@ impl Default for Pacer {
             rate: f64::INFINITY,
             long: 0,
             vain: 0,
+            foreign: 0,
             recent: VecDeque::new(),
             best: [0.0; 2],
             period: 0.0,
@@ -133,11 +140,17 @@ impl Pacer {
                     self.drain(at, queue);
                 }
             }
-            Phase::Drain { .. } if queue < SHORT => self.climb(at),
-            Phase::Drain { since, .. } if at - since < PATIENCE => {}
-            Phase::Drain { queue: before, .. } if queue < SHRUNK * before => self.drain(at, queue),
-            // Not gone, but short: a busy machine delays packets, too, or the other direction's queue.
-            Phase::Drain { .. } if queue < DEEP => self.climb(at),
+            Phase::Drain { .. } if queue < SHORT => {
+                (self.vain, self.foreign) = (0, 0);
+                self.climb(at, self.rate.max(RESUME * self.link()));
+            }
+            Phase::Drain { since, peak, from } if at - since < CHECK || queue < SHRUNK * peak => {
+                self.phase = Phase::Drain { since, peak: peak.max(queue), from };
+            }
+            Phase::Drain { from, .. } if queue < DEEP => {
+                (self.vain, self.foreign) = (0, self.foreign + 1);
+                self.climb(at, (BOOST * from).min(CAP * self.link()));
+            }
             Phase::Drain { .. } => {
                 // What we knew of the link is out of date, or the queue is somebody else's.
                 self.good = 0.0;
@@ -165,13 +178,13 @@ impl Pacer {
     }
 
     fn drain(&mut self, at: f64, queue: f64) {
-        self.rate = (1.0 - (queue / DRAIN_TIME).clamp(DRAIN[0], DRAIN[1])) * self.link();
-        self.phase = Phase::Drain { since: at, queue };
+        let least = DRAIN[0] / f64::from(1 + self.foreign.min(1));
+        self.phase = Phase::Drain { since: at, peak: queue, from: self.rate.min(CAP * self.link()) };
+        self.rate = (1.0 - (queue / DRAIN_TIME).clamp(least, DRAIN[1])) * self.link();
     }
 
-    fn climb(&mut self, at: f64) {
-        self.vain = 0;
-        self.rate = self.rate.max(RESUME * self.link());
+    fn climb(&mut self, at: f64, rate: f64) {
+        self.rate = rate;
         self.phase = Phase::Climb { since: at };
     }
 
