@@ -7,20 +7,17 @@ A benchmark is a module with `measure(engine, options) -> None`, called once per
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import importlib.util
 import json
 import os
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mdas import _core, env
+from mdas.launch import launch
 
 Measure = Callable[[_core.Engine, argparse.Namespace], None]
 
@@ -83,34 +80,8 @@ def _run_threads(module: str, options: argparse.Namespace, world: int) -> int:
 
 
 def _run_processes(module: str, options: argparse.Namespace, world: int) -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mdas.cli.local", module, json.dumps(vars(options) | {"world": None}, default=str)]
-    processes = []
-    try:
-        for rank in range(world):
-            place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            variables = {name: str(value) for name, value in (place | meeting).items()}
-            processes.append(subprocess.Popen(command, env=os.environ | variables, stdin=subprocess.DEVNULL))
-        return _first_failure(processes)
-    finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            process.wait()
-
-
-def _first_failure(processes: list[subprocess.Popen[bytes]], grace: float = 10) -> int:
-    """Exit status of the first that fails, else 0. Its peers get `grace` seconds to say what they saw."""
-    while None in (states := [process.poll() for process in processes]) and not any(states):
-        time.sleep(0.02)
-    status = next((abs(state) for state in states if state), 0)
-    deadline = time.monotonic() + grace
-    while status and any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return status
+    here = vars(options) | {"world": None}
+    return launch([sys.executable, "-m", "mdas.cli.local", module, json.dumps(here)], world)
 
 
 def spread(engine: _core.Engine, value: float, op: str = "max") -> float:
