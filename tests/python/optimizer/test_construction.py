@@ -1,0 +1,189 @@
+"""What is refused, and how ranks come to start from the same weights."""
+
+import pytest
+import torch
+from ranks import on_core_ranks, on_ranks
+from torch import nn
+
+import mdas
+from mdas.errors import InvalidArgumentError, MismatchError
+from mdas.optimizer import DistributedOptimizer
+from training import base, batch, built, flat, mlp, sgd, train, wrapped
+
+
+def test_all_ranks_start_from_rank_0s_weights_and_buffers():
+    def body(communicator):
+        model = built(
+            lambda: nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Embedding(3, 2)), seed=communicator.rank
+        )
+        with torch.no_grad():
+            model[1].running_mean.add_(communicator.rank + 1)
+            model[1].num_batches_tracked.add_(communicator.rank + 3)
+        model[2].weight.requires_grad_(False)
+        wrapped(model, communicator, lambda m: torch.optim.SGD(m[0].parameters(), lr=0.1))
+        return model
+
+    models = on_core_ranks(3, body)
+    for other in models[1:]:
+        for key, value in models[0].state_dict().items():
+            assert torch.equal(value, other.state_dict()[key]), key
+    assert models[2][1].num_batches_tracked == 3
+
+
+def frozen_bias(model):
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "ours", "theirs"),
+    [
+        (lambda m: nn.Sequential(m[0], m[1], nn.Linear(24, 25), m[3], nn.Linear(25, 3)), r"\(24, 24\)", r"\(25, 24\)"),
+        (lambda m: m.double(), "torch.float32", "torch.float64"),
+        (frozen_bias, "requires_grad=True", "requires_grad=False"),
+        (lambda m: nn.Sequential(*m, nn.Linear(3, 3)), "nothing more", "parameter '5.weight'"),
+        (lambda m: nn.Sequential(*m, nn.BatchNorm1d(3, affine=False)), "nothing more", "buffer '5.running_mean'"),
+    ],
+    ids=["shape", "dtype", "requires_grad", "layer", "buffer"],
+)
+@pytest.mark.parametrize("runner", [on_ranks, on_core_ranks])
+def test_different_models_are_refused_on_all_ranks(runner, change, ours, theirs):
+    def body(communicator):
+        model = change(mlp()) if communicator.rank == 1 else mlp()
+        with pytest.raises(MismatchError, match=rf"rank 0 has .*{ours}.*, but rank 1 has .*{theirs}") as caught:
+            wrapped(model, communicator)
+        return str(caught.value)
+
+    messages = runner(3, body)
+    assert len(set(messages)) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"predict": "none"}, {"schedule": "sync"}, {"bucket_mb": 3}, {"max_norm": 1.0}, {"sketch_rank": 2}]
+)
+def test_different_options_are_refused_on_all_ranks(options):
+    def body(communicator):
+        with pytest.raises(MismatchError, match=f"but rank 1 has .*{next(iter(options))}="):
+            wrapped(mlp(), communicator, **(options if communicator.rank else {}))
+
+    on_ranks(2, body)
+
+
+def test_different_hyper_parameters_are_refused_on_all_ranks():
+    def body(communicator):
+        with pytest.raises(MismatchError, match=r"rank 0 has parameter group 0: .*0.1.*rank 1 has .*0.2"):
+            wrapped(mlp(), communicator, lambda m: sgd(m, 0.1 * (1 + communicator.rank)))
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "later"}, '"delayed" or "sync"'),
+        ({"predict": "oracle"}, "sketch, sketch\\+blend, blend"),
+        ({"sketch_rank": 0}, "at least 1"),
+        ({"warmup_steps": -1}, "at least 0"),
+        ({"bucket_mb": 0}, "more than 0"),
+        ({"max_norm": -1.0}, "more than 0"),
+    ],
+)
+def test_options_that_make_no_sense(options, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        DistributedOptimizer(sgd(mlp()), model := mlp(), communicator=None, **options)
+    assert model is not None
+
+
+def test_models_that_cannot_be_trained_this_way():
+    def body(communicator):
+        sparse = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3))
+        with pytest.raises(InvalidArgumentError, match=r"'0.weight' has sparse gradients: .*sparse=False"):
+            wrapped(sparse, communicator)
+        with pytest.raises(InvalidArgumentError, match="6 parameters that the module does not have"):
+            DistributedOptimizer(sgd(mlp()), mlp(), communicator=communicator)
+        frozen = mlp().requires_grad_(False)
+        with pytest.raises(InvalidArgumentError, match="no parameter that requires a gradient"):
+            wrapped(frozen, communicator)
+        with pytest.raises(InvalidArgumentError, match=r"torch\.complex64"):
+            wrapped(nn.Linear(2, 2, dtype=torch.complex64), communicator)
+        with pytest.raises(InvalidArgumentError, match=r'LBFGS .*schedule="sync"'):
+            wrapped(mlp(), communicator, lambda m: torch.optim.LBFGS(m.parameters()))
+
+    on_ranks(2, body)
+
+
+def test_groups_and_frozen_parameters_added_later():
+    def body(communicator):
+        model = mlp()
+        model[4].requires_grad_(False)
+        optimizer = wrapped(model, communicator)
+        with pytest.raises(InvalidArgumentError, match="add the group to the one that it wraps"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        train(optimizer, model, range(2), communicator.rank)
+        model[4].requires_grad_(True)
+        with pytest.raises(RuntimeError, match="did not require a gradient when"):
+            train(optimizer, model, range(2), communicator.rank)
+
+    on_ranks(2, body)
+
+
+def test_it_is_a_torch_optimizer():
+    def body(communicator):
+        model = mlp()
+        inner = sgd(model)
+        optimizer = wrapped(model, communicator, lambda m: inner)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert optimizer.param_groups is inner.param_groups
+        assert optimizer.state is inner.state
+        assert optimizer.defaults is inner.defaults
+        called = []
+        optimizer.register_step_pre_hook(lambda *args: called.append("before"))
+        optimizer.register_step_post_hook(lambda *args: called.append("after"))
+        closed_over = []
+
+        def closure():
+            optimizer.zero_grad()
+            value = model(batch(0, 0)[0]).square().sum()
+            value.backward()
+            closed_over.append(value.item())
+            return value
+
+        assert optimizer.step(closure).item() == closed_over[0]
+        assert called == ["before", "after"]
+        assert len(closed_over) == 1
+
+    on_ranks(2, body)
+
+
+def test_lbfgs_synchronously():
+    """Its line search sees averaged losses and gradients: as one process that sees all data."""
+
+    def make(model):
+        return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+
+    def closure(model, optimizer, ranks):
+        def evaluate():
+            optimizer.zero_grad()
+            value = sum(model(batch(0, rank)[0]).square().mean() for rank in ranks) / len(ranks)
+            value.backward()
+            return value
+
+        return evaluate
+
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, make, schedule="sync")
+        values = [optimizer.step(closure(model, optimizer, [communicator.rank])).item() for _ in range(3)]
+        return base(model, optimizer), values
+
+    model = mlp()
+    plain = make(model)
+    expected = [plain.step(closure(model, plain, [0, 1])).item() for _ in range(3)]
+    for weights, values in on_ranks(2, body):
+        torch.testing.assert_close(weights, flat(model), rtol=1e-3, atol=1e-4)
+        assert values == pytest.approx(expected, rel=1e-3)
+
+
+def test_without_init_it_says_what_to_call():
+    with pytest.raises(mdas.NotInitializedError, match=r"mdas.init\(\)"):
+        DistributedOptimizer(sgd(model := mlp()), model)

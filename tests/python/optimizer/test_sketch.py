@@ -1,0 +1,117 @@
+"""The sketch by itself: what it holds, what it sends, and what it does with values that are not finite."""
+
+import pytest
+import torch
+from ranks import FakeNetwork, on_ranks
+from torch import nn
+
+from mdas.optimizer.buckets import Layout
+from mdas.optimizer.sketch import Sketcher
+
+
+def layout():
+    shapes = {"conv": (6, 4, 3, 3), "wide": (20, 30), "small": (3, 3), "bias": (20,)}
+    return Layout([(name, nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()], 1000)
+
+
+def random_vector(layout, seed, scale=1.0):
+    vector = layout.vector()
+    generator = torch.Generator().manual_seed(seed)
+    for view in vector.views:
+        view.copy_(scale * torch.randn(view.shape, generator=generator))
+    return vector
+
+
+def sketch(gradients, history, rank, rounds=1, sketchers=None):
+    """C on every rank after `rounds` rounds of the same gradients."""
+
+    def body(communicator):
+        own = layout()
+        sketcher = Sketcher(own, communicator, rank)
+        into = own.vector()
+        for _ in range(rounds):
+            sketcher.launch(gradients[communicator.rank], [True] * 4)
+            used = sketcher.finish(gradients[communicator.rank], history, into, lambda work: work.wait())
+            assert used == [True] * 4
+        return into, sketcher
+
+    return on_ranks(len(gradients), body)
+
+
+def views(vector):
+    """By name."""
+    return dict(zip(["bias", "small", "wide", "conv"], vector.views, strict=True))
+
+
+def test_vectors_and_small_matrices_are_sent_whole():
+    gradients = [random_vector(layout(), seed) for seed in range(3)]
+    history = random_vector(layout(), 9)
+    for c, sketcher in sketch(gradients, history, 2):
+        for name in ("bias", "small"):
+            mean = sum(views(g)[name] for g in gradients) / 3
+            torch.testing.assert_close(views(c)[name], mean)
+        assert len(sketcher.matrices) == 2
+
+
+def test_low_rank_differences_are_held_exactly():
+    history = random_vector(layout(), 9)
+    gradients = []
+    for seed in range(2):
+        g = random_vector(layout(), seed)
+        for name in ("wide", "conv"):
+            v, h = views(g)[name], views(history)[name]
+            rows, rest = v.shape[0], v[0].numel()
+            draw = torch.Generator().manual_seed(seed)
+            v.copy_(h + (torch.randn(rows, 1, generator=draw) @ torch.randn(1, rest, generator=draw)).view(h.shape))
+        gradients.append(g)
+    out = sketch(gradients, history, 2)
+    for c, _ in out:
+        for name in ("wide", "conv"):
+            mean = sum(views(g)[name] for g in gradients) / 2
+            torch.testing.assert_close(views(c)[name], mean, rtol=1e-4, atol=1e-4)
+    for flat, other in zip(out[0][0].flats, out[1][0].flats, strict=True):
+        assert torch.equal(flat, other)
+
+
+def test_power_iteration_finds_the_best_approximation():
+    """Repeated on the same gradients, it converges to the truncated singular value decomposition."""
+    gradients = [random_vector(layout(), seed) for seed in range(2)]
+    history = random_vector(layout(), 9, 0.1)
+    c, _ = sketch(gradients, history, 3, rounds=150)[0]
+    d = sum(views(g)["wide"] for g in gradients) / 2 - views(history)["wide"]
+    u, s, v = torch.linalg.svd(d, full_matrices=False)
+    best = u[:, :3] @ torch.diag(s[:3]) @ v[:3]
+    torch.testing.assert_close(views(c)["wide"] - views(history)["wide"], best, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+def test_not_finite_means_no_sketch_and_the_same_basis(bad):
+    """3e38 is finite itself, and its products are not."""
+    history = random_vector(layout(), 9)
+    gradients = [random_vector(layout(), seed) for seed in range(2)]
+    fresh = sketch(gradients, history, 2, rounds=0)[0][1]
+    views(gradients[1])["wide"].fill_(bad)
+    for c, sketcher in sketch(gradients, history, 2):
+        for flat, h in zip(c.flats, history.flats, strict=True):
+            assert torch.equal(flat, h)
+        for m, other in zip(sketcher.matrices, fresh.matrices, strict=True):
+            assert torch.equal(m.basis, other.basis)
+            torch.testing.assert_close(m.basis.T @ m.basis, torch.eye(2))
+
+
+def test_two_messages_of_the_expected_size():
+    network = FakeNetwork(2)
+    own = layout()
+    gradient = own.vector()
+
+    def body(communicator):
+        sketcher = Sketcher(own, communicator, 2)
+        sketcher.launch(gradient, [True, False, True, True])
+        return sketcher.finish(gradient, gradient, own.vector(), lambda work: work.wait())
+
+    for used in on_ranks(2, body, network):
+        assert used == [True, False, True, True]
+    first = 2 * (6 + 20) + 9 + 20 + 4  # P of both, what is whole, a flag per parameter
+    second = 2 * (36 + 30)
+    assert [line.split()[-2] for line in network.log[0]] == [str(first), str(second)]
+    assert all(line.startswith("urgent") for line in network.log[0])
