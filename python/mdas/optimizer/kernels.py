@@ -40,18 +40,21 @@ def squared_blend(shared: Vector, local: Vector | None, alpha: float) -> float:
 
 def times(matrix: Tensor, tall: Tensor, out: Tensor) -> None:
     """Writes out (m, r) = matrix (m, n) @ tall (n, r). All contiguous float32."""
-    _core.times(*matrix.shape, tall.shape[1], matrix.data_ptr(), tall.data_ptr(), out.data_ptr())
+    rows, columns = matrix.shape
+    _core.times(rows, columns, tall.shape[1], matrix.data_ptr(), tall.data_ptr(), out.data_ptr())
 
 
 def transposed_times(matrix: Tensor, tall: Tensor, out: Tensor) -> None:
     """Writes out (n, r) = matrix (m, n)ᵀ @ tall (m, r). All contiguous float32."""
-    _core.transposed_times(*matrix.shape, tall.shape[1], matrix.data_ptr(), tall.data_ptr(), out.data_ptr())
+    rows, columns = matrix.shape
+    _core.transposed_times(rows, columns, tall.shape[1], matrix.data_ptr(), tall.data_ptr(), out.data_ptr())
 
 
 def expand(shared: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
     """Writes out (m, n) = shared (m, n) + left (m, r) @ right (n, r)ᵀ. All contiguous float32."""
-    addresses = (tensor.data_ptr() for tensor in (shared, left, right, out))
-    _core.expand(*shared.shape, left.shape[1], *addresses)
+    rows, columns = shared.shape
+    h, p, r, c = (tensor.data_ptr() for tensor in (shared, left, right, out))
+    _core.expand(rows, columns, left.shape[1], h, p, r, c)
 
 
 def orthonormalize(tall: Tensor, seed: int) -> None:
@@ -59,7 +62,8 @@ def orthonormalize(tall: Tensor, seed: int) -> None:
 
     Columns that are zero, or depend on those before them, are refilled from `seed`.
     """
-    _core.orthonormalize(*tall.shape, tall.data_ptr(), seed)
+    rows, rank = tall.shape
+    _core.orthonormalize(rows, rank, tall.data_ptr(), seed)
 
 
 def _float32(x: Tensor) -> Tensor:
