@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -90,11 +91,10 @@ def _integer(variable: str, text: str) -> int:
 
 
 def _range(variable: str, text: str, limit: int) -> tuple[int, int]:
-    first, dash, last = text.partition("-")
-    low = _integer(variable, first)
-    high = _integer(variable, last) if dash else low
+    match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", text.strip())
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if not low <= high <= limit:
-        raise ConfigurationError(f"{variable}: {text!r} is not a range like 20000-20100 of numbers up to {limit}")
+        raise ConfigurationError(f"{variable}: {text!r} is not a range like 2-5 of numbers up to {limit}")
     return low, high
 
 

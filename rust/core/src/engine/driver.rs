@@ -409,7 +409,7 @@ impl Driver {
                     exec.inquiry.warned = false;
                     continue;
                 }
-                if exec.inquiry.asked.is_none_or(|at| now.duration_since(at) >= Inquiry::interval(exec.timeout)) {
+                if exec.inquiry.asked.is_none_or(|at| now.duration_since(at) >= Inquiry::interval(exec.timeout.min(warn_after))) {
                     exec.inquiry.asked = Some(now);
                     for &peer in group.ranks.iter().filter(|&&peer| peer != self.config.rank) {
                         self.wires.say(peer, &Frame::Query { op: exec.key });

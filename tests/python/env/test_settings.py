@@ -1,0 +1,45 @@
+"""Arguments, environment variables, defaults."""
+
+from __future__ import annotations
+
+import pytest
+
+from mdas import settings
+from mdas.errors import ConfigurationError
+
+
+def test_arguments_beat_variables_beat_defaults() -> None:
+    assert settings.read({}).timeout == 300
+    assert settings.read({"MDAS_TIMEOUT": "2.5"}).timeout == 2.5
+    assert settings.read({"MDAS_TIMEOUT": "nonsense"}, timeout=7).timeout == 7
+    chosen = settings.read({"MDAS_SECRET": "s", "MDAS_SOCKET_IFNAME": "ib", "MDAS_TRANSPORT": "tcp"}, interface="eth")
+    assert (chosen.secret, chosen.interface, chosen.transport) == ("s", "eth", "tcp")
+
+
+def test_ranges() -> None:
+    chosen = settings.read({"MDAS_PORT_RANGE": "20000-20100", "MDAS_PROGRESS_CPUS": "0,2-4"})
+    assert (chosen.ports, chosen.progress_cpus) == ((20000, 20100), (0, 2, 3, 4))
+    assert settings.read({"MDAS_PORT_RANGE": "20000"}).ports == (20000, 20000)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("MDAS_TIMEOUT", "0"),
+        ("MDAS_TIMEOUT", "-1"),
+        ("MDAS_TIMEOUT", "inf"),
+        ("MDAS_TIMEOUT", "soon"),
+        ("MDAS_WARN_AFTER", "nan"),
+        ("MDAS_TRANSPORT", "pigeons"),
+        ("MDAS_PORT_RANGE", "9-1"),
+        ("MDAS_PORT_RANGE", "1-70000"),
+        ("MDAS_PORT_RANGE", "a-b"),
+        ("MDAS_PROGRESS_CPUS", "x"),
+        ("MDAS_SMALL_BYTES", "64k"),
+    ],
+)
+def test_nonsense_is_named(variable: str, value: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        settings.read({variable: value})
+    assert variable in str(caught.value)
+    assert value in str(caught.value)
