@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,11 +110,12 @@ def _train_rank(cell: Cell, data: Data, model: Net, engine: _core.Engine) -> dic
     steps = cell.epochs * len(data.train) // (cell.batch * cell.workers)
     predict, _, rank = cell.predict.partition(" rank ")
     sync = predict == "sync"
+    prediction: Any = "none" if sync else predict
     optimizer = DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=cell.lr, momentum=0.9),
         model,
         schedule="sync" if sync else "delayed",
-        predict="none" if sync else predict,
+        predict=prediction,
         sketch_rank=int(rank or 4),
         warmup_steps=min(100, steps // 10),
         communicator=CoreCommunicator(engine, 0, engine.rank, engine.size),

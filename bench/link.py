@@ -18,8 +18,10 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import netns
 
@@ -78,7 +80,8 @@ def gloo(sizes: Sequence[int], seconds: float) -> None:
 
         def back_to_back(iterations: int, tensors: list[torch.Tensor] = tensors) -> float:
             distributed.barrier()
-            start, flying = time.perf_counter(), deque()
+            flying: deque[distributed.Work] = deque()
+            start = time.perf_counter()
             for iteration in range(iterations):
                 if len(flying) == len(tensors):
                     flying.popleft().wait()
@@ -98,30 +101,39 @@ def gloo(sizes: Sequence[int], seconds: float) -> None:
     distributed.destroy_process_group()
 
 
-def measure(hosts: int, options: argparse.Namespace) -> dict[str, object]:
+@dataclass(frozen=True)
+class Result:
+    """One network: per round, goodputs in bytes/s (of allreduces: per size), and the report under load."""
+
+    hosts: int
+    mib: list[float]
+    plain: list[float]
+    mdas: list[list[float]]
+    gloo: list[list[float]]
+    under_load: list[dict[str, Any]]
+
+
+def measure(hosts: int, options: argparse.Namespace) -> Result:
     """All rounds on one network."""
     sizes = [int(mib * MEBIBYTE) for mib in options.mib]
     here = [sys.executable, __file__]
     seconds = ["--seconds", str(options.seconds)]
     timeout = 120 + 4 * options.seconds * len(sizes)
-    plain: list[float] = []
-    ours: list[list[float]] = []
-    gloos: list[list[float]] = []
-    latency: list[dict[str, object]] = []
+    result = Result(hosts, options.mib, [], [], [], [])
     with netns.Network(hosts, options.rate) as network, tempfile.TemporaryDirectory() as folder:
         for _ in range(options.rounds):
-            plain.append(json.loads(network.run([*here, "--stream", *seconds], timeout=timeout)[1]))
+            result.plain.append(json.loads(network.run([*here, "--stream", *seconds], timeout=timeout)[1]))
             rates = []
             for nbytes in sizes:
                 report = Path(folder) / "report.json"
                 _mdas(network, ["-b", str(nbytes), "-e", str(nbytes), "--in-flight", "2", *seconds], report, timeout)
                 rates.append(json.loads(report.read_text())["rows"][0]["busbw"] * 1e9)
-            ours.append(rates)
+            result.mdas.append(rates)
             _mdas(network, ["-e", str(sizes[0]), "--under-load", *seconds], report, timeout)
-            latency.append(json.loads(report.read_text()))
+            result.under_load.append(json.loads(report.read_text()))
             words = [*here, "--gloo", "--mib", *map(str, options.mib), *seconds]
-            gloos.append(json.loads(network.run(words, timeout=timeout)[0].splitlines()[-1]))
-    return {"hosts": hosts, "mib": options.mib, "plain": plain, "mdas": ours, "gloo": gloos, "under_load": latency}
+            result.gloo.append(json.loads(network.run(words, timeout=timeout)[0].splitlines()[-1]))
+    return result
 
 
 def _mdas(network: netns.Network, arguments: list[str], report: Path, timeout: float) -> None:
@@ -135,17 +147,16 @@ def ratios(values: Sequence[float], plain: Sequence[float]) -> str:
     return f"{median(each):.3f} [{min(each):.3f}, {max(each):.3f}]"
 
 
-def show(result: dict[str, object], rate: str) -> str:
+def show(result: Result, rate: str) -> str:
     """One network's results as Markdown."""
-    plain, ours, gloos = result["plain"], result["mdas"], result["gloo"]
-    loads, sizes, hosts = result["under_load"], result["mib"], result["hosts"]
+    plain, loads = result.plain, result.under_load
     lines = [
-        f"{hosts} hosts, links of {rate}, plain stream {median(plain) / 1e6:.1f} MB/s ({len(plain)} rounds)\n",
+        f"{result.hosts} hosts, links of {rate}, plain stream {median(plain) / 1e6:.1f} MB/s ({len(plain)} rounds)\n",
         "| allreduce | mdas / plain stream | Gloo / plain stream |",
         "|---|---:|---:|",
     ]
-    for k, mib in enumerate(sizes):
-        mine, other = [row[k] for row in ours], [row[k] for row in gloos]
+    for k, mib in enumerate(result.mib):
+        mine, other = [row[k] for row in result.mdas], [row[k] for row in result.gloo]
         lines.append(f"| {mib:g} MiB | {ratios(mine, plain)} | {ratios(other, plain)} |")
     idle = [load["idle_us"]["median"] for load in loads]
     loaded = [load["loaded_us"]["median"] for load in loads]
@@ -186,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         print(show(results[-1], options.rate), flush=True)
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
     return 0
 
 

@@ -25,14 +25,13 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
 
-from mdas.session import current  # noqa: E402
-
 import fashion_mnist  # noqa: E402
 import mdas  # noqa: E402
 import netns  # noqa: E402
 from fashion_data import Split, load  # noqa: E402
 from mdas.cli.record import Recorder  # noqa: E402
 from mdas.communicator import CoreCommunicator  # noqa: E402
+from mdas.session import current  # noqa: E402
 
 CURVE_POINTS = 16
 """Evaluations per training, on part of the test set and off the clock."""

@@ -57,7 +57,8 @@ def load(root: Path) -> Data:
                 FashionMNIST(str(root), download=True)
             except (OSError, RuntimeError) as error:
                 return _digits(f"no dataset-fashion-mnist package here, and the download failed: {error}")
-    return Data(*(_split(FashionMNIST(str(root), train=train)) for train in (True, False)), source=source)
+    train, test = (_split(FashionMNIST(str(root), train=train)) for train in (True, False))
+    return Data(train, test, source)
 
 
 def _unpack(raw: Path) -> None:
