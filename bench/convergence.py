@@ -14,12 +14,12 @@ import copy
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -186,23 +186,30 @@ def _entry(accuracies: Sequence[object]) -> str:
     return text + (f" ({lost} of {len(accuracies)} diverged)" if lost else "")
 
 
-def _run_all(todo: list[Cell], jobs: int) -> None:
-    """Cells as processes of one thread each, `jobs` at a time; results are appended as they come."""
+def _prepare(data: Path) -> None:
+    """Once per process: one thread, last in line for the processor, and the data at hand."""
+    os.nice(10)
+    torch.set_num_threads(1)
+    _Loaded.data = load(data)
+
+
+class _Loaded:
+    data: Data
+
+
+def _run(cell: Cell) -> dict[str, object]:
+    return train(cell, _Loaded.data)
+
+
+def _run_all(todo: Sequence[Cell], jobs: int, data: Path) -> None:
+    """Cells in `jobs` processes; results are appended as they come."""
     RESULTS.parent.mkdir(exist_ok=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-
-    def one(cell: Cell) -> None:
-        command = ["nice", sys.executable, __file__, "--cell", json.dumps(asdict(cell))]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=3600)
-        if done.returncode != 0:
-            raise RuntimeError(f"{cell}: {done.stderr}")
-        with RESULTS.open("a") as file:
-            file.write(done.stdout.splitlines()[-1] + "\n")
-        print(done.stdout.splitlines()[-1], flush=True)
-
-    with ThreadPoolExecutor(jobs) as pool:
-        for future in [pool.submit(one, cell) for cell in todo]:
-            future.result()
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (data,)) as pool:
+        for future in as_completed([pool.submit(_run, cell) for cell in todo]):
+            line = json.dumps(future.result())
+            with RESULTS.open("a") as file:
+                file.write(line + "\n")
+            print(line, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -212,16 +219,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--table", action="store_true", help="run nothing")
     parser.add_argument("--data", type=Path, default=ROOT / "out" / "data")
-    parser.add_argument("--cell", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.cell:
-        torch.set_num_threads(1)
-        print(json.dumps(train(Cell(**json.loads(options.cell)), load(options.data))))
-        return 0
     if not options.table:
         load(options.data)
         known = read(RESULTS)
-        _run_all([cell for cell in cells(options.seeds) if cell not in known], options.jobs)
+        _run_all([cell for cell in cells(options.seeds) if cell not in known], options.jobs, options.data)
     text = table(read(RESULTS))
     RESULTS.with_suffix(".md").write_text(text)
     print(text)
