@@ -4,9 +4,11 @@ use super::frame::Decoder;
 use super::landing::{Arrivals, Landings};
 use super::outgoing::Outgoing;
 use super::socket;
+use super::transit::Transit;
 use crate::transport::{Event, Lane};
 use std::io::{self, ErrorKind};
 use std::os::fd::OwnedFd;
+use std::time::Instant;
 
 /// Holds a header and small frames; bodies of data frames go past it.
 const BUFFER_BYTES: usize = 8 << 10;
@@ -43,12 +45,14 @@ pub struct Connection {
     pub failure: Option<String>,
     /// Is it in the queue of connections to serve?
     pub queued: bool,
+    /// Urgent connection: how long frames are under way.
+    pub transit: Transit,
     /// What the kernel was told last.
     limit: f64,
 }
 
 impl Connection {
-    pub fn new(socket: OwnedFd, peer: usize, lane: Lane) -> Self {
+    pub fn new(socket: OwnedFd, peer: usize, lane: Lane, clock: Instant) -> Self {
         Connection {
             socket,
             peer,
@@ -63,6 +67,7 @@ impl Connection {
             last: false,
             failure: None,
             queued: false,
+            transit: Transit::new(clock),
             limit: f64::INFINITY,
         }
     }
@@ -102,7 +107,7 @@ impl Connection {
         landings: &mut Landings,
         events: &mut Vec<Event>,
     ) -> Result<Progress, String> {
-        let mut sink = Arrivals { peer: self.peer, landings, events, goodbye: false };
+        let mut sink = Arrivals { peer: self.peer, landings, events, transit: &mut self.transit };
         let mut moved = 0;
         while self.readable {
             if moved >= quantum {
@@ -144,6 +149,9 @@ impl Connection {
             let placed = n.min(body);
             self.decoder.advance(placed, &mut sink);
             self.decoder.feed(&self.buffer[..n - placed], &mut sink)?;
+            if let Some(echo) = sink.transit.echo() {
+                self.outgoing.bare(echo);
+            }
             // A short read means that the socket is empty; epoll reports what comes later (epoll(7)).
             if n < room && !self.hangup {
                 self.readable = false;

@@ -22,6 +22,10 @@ pub enum Kind {
     Data = 2,
     /// No body: nothing more comes on this connection.
     Goodbye = 3,
+    /// No body; key: the sender's clock. Answered by an echo at once.
+    Probe = 4,
+    /// No body; key: the probe's, and how much later the answerer's clock was (two's complement).
+    Echo = 5,
 }
 
 /// A header: kind u8, mark `mds`, four zero bytes, length u64, key 2 x u64; little endian.
@@ -31,7 +35,7 @@ pub struct Header {
     pub kind: Kind,
     /// Length of the body in bytes.
     pub length: u64,
-    /// Landing area of a data frame, else zero.
+    /// Landing area of a data frame; times of a probe or echo, in nanoseconds; else zero.
     pub key: LandingKey,
 }
 
@@ -61,6 +65,8 @@ impl Header {
             1 => Kind::Control,
             2 => Kind::Data,
             3 => Kind::Goodbye,
+            4 => Kind::Probe,
+            5 => Kind::Echo,
             _ => return Err(format!("protocol error: no such frame: {:02x?}", &bytes[..8])),
         };
         if bytes[1..4] != MARK || bytes[4..8] != [0; 4] {
@@ -71,7 +77,9 @@ impl Header {
             Kind::Control if header.length > MAX_CONTROL_BYTES as u64 => {
                 Err(format!("protocol error: a control frame of {} bytes (at most {MAX_CONTROL_BYTES})", header.length))
             }
-            Kind::Goodbye if header != Header::GOODBYE => Err("protocol error: a goodbye with a body".into()),
+            Kind::Goodbye | Kind::Probe | Kind::Echo if header.length > 0 => {
+                Err(format!("protocol error: {} bytes after a {kind:?}", header.length))
+            }
             _ => Ok(header),
         }
     }
@@ -87,6 +95,10 @@ pub trait Sink {
     fn data(&mut self, key: LandingKey, offset: usize, bytes: &[u8]);
     /// The open data frame is complete.
     fn complete(&mut self, key: LandingKey);
+    /// The peer asks how long its frames are under way.
+    fn probe(&mut self, sent: u64);
+    /// The answer to a probe of ours.
+    fn echo(&mut self, delay: i64);
     /// Nothing more comes on this connection.
     fn goodbye(&mut self);
 }
@@ -174,6 +186,14 @@ impl Decoder {
                 sink.goodbye();
                 return Ok(());
             }
+            Kind::Probe => {
+                sink.probe(header.key.0[0]);
+                return Ok(());
+            }
+            Kind::Echo => {
+                sink.echo(header.key.0[1].cast_signed());
+                return Ok(());
+            }
             Kind::Data => sink.open(header.key, header.length)?,
             Kind::Control => {}
         }
@@ -197,6 +217,8 @@ mod tests {
         Control(Vec<u8>),
         Open(u64, u64),
         Complete(u64, Vec<u8>),
+        Probe(u64),
+        Echo(i64),
         Goodbye,
     }
 
@@ -224,6 +246,12 @@ mod tests {
         fn complete(&mut self, key: LandingKey) {
             self.seen.push(Seen::Complete(key.0[0], std::mem::take(&mut self.data)));
         }
+        fn probe(&mut self, sent: u64) {
+            self.seen.push(Seen::Probe(sent));
+        }
+        fn echo(&mut self, delay: i64) {
+            self.seen.push(Seen::Echo(delay));
+        }
         fn goodbye(&mut self) {
             self.seen.push(Seen::Goodbye);
         }
@@ -242,8 +270,13 @@ mod tests {
                 expected.push(Seen::Control(body.clone()));
             }
         }
-        bytes.extend(Header::GOODBYE.encode());
-        expected.push(Seen::Goodbye);
+        for (kind, seen) in
+            [(Kind::Probe, Seen::Probe(9)), (Kind::Echo, Seen::Echo(-5)), (Kind::Goodbye, Seen::Goodbye)]
+        {
+            let key = LandingKey(if kind == Kind::Goodbye { [0, 0] } else { [9, (-5i64).cast_unsigned()] });
+            bytes.extend(Header { kind, length: 0, key }.encode());
+            expected.push(seen);
+        }
         (bytes, expected)
     }
 
@@ -269,7 +302,7 @@ mod tests {
         assert!(mutated(&|b| b[1] = b'x').contains("not a frame header"));
         assert!(mutated(&|b| b[7] = 1).contains("not a frame header"));
         assert!(mutated(&|b| b[15] = 0x80).contains("9223372036854775816 bytes (at most 8192)"));
-        assert!(mutated(&|b| b[0] = 3).contains("goodbye with a body"));
+        assert!(mutated(&|b| b[0] = 3).contains("8 bytes after a Goodbye"));
         let mut decoder = Decoder::default();
         let mut log = Log::default();
         let mut bytes = Header::GOODBYE.encode().to_vec();

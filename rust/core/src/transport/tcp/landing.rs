@@ -1,6 +1,7 @@
 //! The landing areas of one transport: the only place from which memory is written.
 
 use super::frame::Sink;
+use super::transit::Transit;
 use crate::transport::{Event, LandingKey, RawSpan};
 use std::collections::HashMap;
 
@@ -64,7 +65,7 @@ pub struct Arrivals<'a> {
     pub peer: usize,
     pub landings: &'a mut Landings,
     pub events: &'a mut Vec<Event>,
-    pub goodbye: bool,
+    pub transit: &'a mut Transit,
 }
 
 impl Sink for Arrivals<'_> {
@@ -109,27 +110,34 @@ impl Sink for Arrivals<'_> {
         }
     }
 
-    fn goodbye(&mut self) {
-        self.goodbye = true;
+    fn probe(&mut self, sent: u64) {
+        self.transit.asked(sent);
     }
+
+    fn echo(&mut self, delay: i64) {
+        self.transit.answered(delay);
+    }
+
+    fn goodbye(&mut self) {} // the decoder remembers it
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn arrivals<'a>(landings: &'a mut Landings, events: &'a mut Vec<Event>) -> Arrivals<'a> {
-        Arrivals { peer: 3, landings, events, goodbye: false }
+    fn arrivals<'a>(landings: &'a mut Landings, events: &'a mut Vec<Event>, transit: &'a mut Transit) -> Arrivals<'a> {
+        Arrivals { peer: 3, landings, events, transit }
     }
 
     #[test]
     fn only_what_was_exposed_can_be_written() {
         let mut memory = [0u8; 4];
         let (mut landings, mut events) = (Landings::new(99), Vec::new());
+        let transit = &mut Transit::new(std::time::Instant::now());
         let span = RawSpan { ptr: memory.as_mut_ptr(), len: 4 };
         let key = landings.expose(3, span);
         let foreign = landings.expose(2, span);
-        let mut sink = arrivals(&mut landings, &mut events);
+        let mut sink = arrivals(&mut landings, &mut events, transit);
         let refused = |result: Result<(), String>| result.unwrap_err();
         assert!(refused(sink.open(LandingKey([7, 99]), 4)).contains("not offered"));
         assert!(refused(sink.open(LandingKey([key.0[0], 98]), 4)).contains("not offered"));
@@ -149,12 +157,13 @@ mod tests {
     fn a_withdrawn_landing_is_not_touched() {
         let mut memory = [0u8; 4];
         let (mut landings, mut events) = (Landings::new(99), Vec::new());
+        let transit = &mut Transit::new(std::time::Instant::now());
         let key = landings.expose(3, RawSpan { ptr: memory.as_mut_ptr(), len: 4 });
-        arrivals(&mut landings, &mut events).open(key, 4).unwrap();
-        arrivals(&mut landings, &mut events).data(key, 0, &[1, 2]);
+        arrivals(&mut landings, &mut events, transit).open(key, 4).unwrap();
+        arrivals(&mut landings, &mut events, transit).data(key, 0, &[1, 2]);
         landings.withdraw(3, key);
-        arrivals(&mut landings, &mut events).data(key, 2, &[3, 4]);
-        arrivals(&mut landings, &mut events).complete(key);
+        arrivals(&mut landings, &mut events, transit).data(key, 2, &[3, 4]);
+        arrivals(&mut landings, &mut events, transit).complete(key);
         assert!(events.is_empty());
         assert_eq!(memory, [1, 2, 0, 0]);
         assert!(landings.open.is_empty());

@@ -11,6 +11,7 @@ mod outgoing;
 mod pacing;
 mod poller;
 mod socket;
+mod transit;
 
 use crate::error::{Error, Result};
 use crate::transport::{Event, LandingKey, Lane, MAX_CONTROL_BYTES, RawSpan, Transport, Wake, WriteId};
@@ -131,7 +132,7 @@ impl Tcp {
                     let socket = socket::prepare(stream, lane == Lane::Urgent).map_err(system)?;
                     connections.push(tcp.connections.len());
                     tcp.poller.add(&socket, tcp.connections.len()).map_err(system)?;
-                    tcp.connections.push(Some(Connection::new(socket, peer, lane)));
+                    tcp.connections.push(Some(Connection::new(socket, peer, lane, tcp.start)));
                 }
             } else if peer != rank {
                 return Err(Error::Invalid(format!("tcp: rank {rank} got no streams to rank {peer}")));
@@ -286,7 +287,7 @@ impl Tcp {
     /// Returns whether there is still bulk on its way to `peer`.
     fn pace_peer(&mut self, peer: usize, at: f64) -> std::io::Result<bool> {
         let Peer { connections, pacer, .. } = &mut self.peers[peer];
-        let (mut acked, mut active, mut shortest, mut rtt) = (0, Vec::new(), u32::MAX, u32::MAX);
+        let (mut acked, mut kernel, mut active, mut shortest, mut rtt) = (0, 0, Vec::new(), u32::MAX, u32::MAX);
         for index in connections.iter() {
             let Some(connection) = &self.connections[*index] else { continue };
             let info = socket::info(&connection.socket)?;
@@ -295,16 +296,30 @@ impl Tcp {
                 acked += info.bytes_acked;
                 if !connection.outgoing.is_empty() || info.notsent_bytes > 0 {
                     active.push(*index);
+                    kernel += info.delivery_rate;
                     rtt = rtt.min(info.rtt());
                 }
             }
         }
-        let queue = if active.is_empty() { 0.0 } else { f64::from(rtt.saturating_sub(shortest)) * 1e-6 };
-        pacer.update(Sample { at, queue, acked, busy: !active.is_empty() });
-        let rate = pacer.rate() / active.len().max(1) as f64;
+        if active.is_empty() {
+            pacer.update(Sample { at, queue: 0.0, acked, kernel: 0.0, busy: false });
+            return Ok(false);
+        }
+        // The round trip is measured by the kernels, but contains the other direction's queue; the probes
+        // know the direction, but contain the peer's being late: the smaller of the two is our queue.
+        let mut queue = f64::from(rtt.saturating_sub(shortest)) * 1e-6;
+        let urgent = connections[0];
+        let total = queue;
+        if let Some(connection) = &mut self.connections[urgent] {
+            queue = queue.min(connection.transit.queue().unwrap_or(queue));
+            connection.outgoing.bare(connection.transit.probe());
+        }
+        pacer.update(Sample { at, queue, acked, kernel: kernel as f64, busy: true });
+        let rate = pacer.rate() / active.len() as f64;
         log::trace!(
-            "tcp: {at:.4} rank {peer}: queue {:.0} us, rate {:.1} MB/s, acked {acked}",
+            "tcp: {at:.4} rank {peer}: queue {:.0} us, total {:.0} rate {:.1} MB/s, acked {acked}",
             queue * 1e6,
+            total * 1e6,
             rate * 1e-6
         );
         for index in &active {
@@ -312,7 +327,8 @@ impl Tcp {
                 connection.limit(rate)?;
             }
         }
-        Ok(!active.is_empty())
+        self.enqueue(urgent);
+        Ok(true)
     }
 }
 
@@ -392,7 +408,7 @@ impl Transport for Tcp {
             if let Some(connection) = &mut self.connections[index]
                 && self.peers[connection.peer].state == State::Connected
             {
-                connection.outgoing.goodbye();
+                connection.outgoing.bare(frame::Header::GOODBYE);
                 connection.last = true;
                 self.enqueue(index);
             }

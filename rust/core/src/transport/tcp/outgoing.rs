@@ -25,6 +25,8 @@ pub struct Outgoing {
     sent: usize,
     /// Bytes that are not sent yet.
     bytes: usize,
+    /// A goodbye is in it, or was: nothing may follow.
+    ended: bool,
 }
 
 impl Outgoing {
@@ -48,15 +50,20 @@ impl Outgoing {
         self.push(Frame { head: header.encode().to_vec(), source: Some((source, id)) });
     }
 
-    pub fn goodbye(&mut self) {
-        self.push(Frame { head: Header::GOODBYE.encode().to_vec(), source: None });
+    /// A frame without a body.
+    pub fn bare(&mut self, header: Header) {
+        self.push(Frame { head: header.encode().to_vec(), source: None });
+        self.ended |= header.kind == Kind::Goodbye;
     }
 
     pub fn clear(&mut self) {
-        *self = Outgoing::default();
+        *self = Outgoing { ended: self.ended, ..Outgoing::default() };
     }
 
     fn push(&mut self, frame: Frame) {
+        if self.ended {
+            return;
+        }
         self.bytes += frame.len();
         self.frames.push_back(frame);
     }
@@ -147,7 +154,8 @@ mod tests {
         let fill = |queue: &mut Outgoing, body: &mut [u8]| {
             queue.control(&[1, 2, 3]);
             queue.data(LandingKey([1, 2]), span(body), WriteId(8));
-            queue.goodbye();
+            queue.bare(Header::GOODBYE);
+            queue.control(b"nothing may follow");
         };
         fill(&mut whole, &mut body);
         let expected = read(&whole, 1000);

@@ -1,14 +1,14 @@
 //! How fast bulk may go to a peer, so that the queues of the network stay short.
 //!
 //! Loss-based congestion control fills whatever queue the bottleneck has, and everything that
-//! shares it waits: tens of milliseconds in a switch. Here the round trip tells how long the queue
+//! shares it waits: tens of milliseconds in a switch. Here the delays tell how long the queue
 //! is, and the kernel paces the connection a little below or above the rate that the link turns out
-//! to have: up until a queue of a millisecond shows, down until it is gone, and so on. A connection
-//! whose round trip never grows is left alone.
+//! to have: up until a queue of a millisecond shows, down until it is gone, and so on. A peer
+//! without a queue is left alone.
 //!
-//! The round trip contains the queues of both directions, and cannot tell them apart. But our own
+//! The queue that we see may be another's: the other direction's, or a busy machine's delay. But our own
 //! queue shrinks when we send less. If it does not, it was not ours, and we go on a little faster than
-//! before: so a direction whose partner causes the queue still rises until it meets its own link's rate.
+//! before, until it is.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -16,10 +16,12 @@ use std::time::Duration;
 /// Between two samples.
 pub const INTERVAL: Duration = Duration::from_millis(4);
 
-/// A queue of this length (seconds) is too long ...
-const LONG: f64 = 1.0e-3;
-/// ... and of this one short enough.
-const SHORT: f64 = 0.45e-3;
+/// A queue of this length (seconds) makes us look after it, ...
+const ENGAGE: f64 = 1.0e-3;
+/// ... from then on this length is too long, ...
+const LONG: f64 = 0.5e-3;
+/// ... and this one short enough.
+const SHORT: f64 = 0.15e-3;
 /// So many samples in a row with a long queue make us look after it: at first, and once we do. (A
 /// machine that is busy otherwise delays single packets, too.)
 const PERSISTENT: u32 = 4;
@@ -42,17 +44,19 @@ const SETTLE: f64 = 0.02;
 /// A queue that has not shrunk to this part of its peak after this time (seconds) is not ours: it is the
 /// other direction's, or a busy machine's. Then the rate is this multiple of what it was before, but at
 /// most that of the link's: so it rises until the queue is ours.
-const CHECK: f64 = 0.035;
+const CHECK: f64 = 0.03;
 const SHRUNK: f64 = 0.85;
 const BOOST: f64 = 1.03;
 const CAP: f64 = 1.08;
 /// A queue beyond this length (seconds) is certainly one, and not a delay on this machine.
 const DEEP: f64 = 5.0e-3;
 /// So many drains in a row that left it deep mean that the queue is not ours; then we leave it for `TRUCE` seconds.
-const VAIN: u32 = 4;
+const VAIN: u32 = 3;
 const TRUCE: f64 = 2.0;
 /// A rate that has grown to this multiple of what was delivered is no limit any more.
 const FREE: f64 = 3.0;
+/// How far the kernel's first measurement is believed, relative to ours.
+const MOST: f64 = 4.0;
 /// Samples over which the delivered rate is taken; long, since a queue that empties looks like a higher rate.
 const WINDOW: usize = 24;
 /// Enough while the queue only grows.
@@ -65,10 +69,12 @@ const MEMORY: f64 = 1.0;
 pub struct Sample {
     /// Time in seconds, from any origin.
     pub at: f64,
-    /// Round trip beyond the shortest one, in seconds.
+    /// Length of the queue, in seconds.
     pub queue: f64,
     /// Bytes confirmed so far.
     pub acked: u64,
+    /// The kernel's own measurement of the rate of delivery over a round trip, in bytes per second.
+    pub kernel: f64,
     /// Was there always something to send since the sample before?
     pub busy: bool,
 }
@@ -133,10 +139,13 @@ impl Pacer {
         if !sample.busy {
             return;
         }
-        self.long = if queue > LONG { self.long + 1 } else { 0 };
+        let long = if matches!(self.phase, Phase::Free { .. }) { ENGAGE } else { LONG };
+        self.long = if queue > long { self.long + 1 } else { 0 };
         match self.phase {
             Phase::Free { from } => {
                 if self.long >= PERSISTENT && at >= from && self.link() > 0.0 {
+                    // TCP has filled the link by now, but hardly for as long as our window is.
+                    self.best[0] = self.best[0].max(sample.kernel.min(MOST * self.link()));
                     self.drain(at, queue);
                 }
             }
@@ -240,13 +249,15 @@ mod tests {
     use super::*;
 
     /// Two hosts, one link of `capacity` bytes per second in each direction, a queue before each, and a
-    /// controller at each end. Both see the sum of the queues, smoothed as the kernel does, plus noise.
+    /// controller at each end. The queues are seen smoothed as the kernel does, plus noise; each its own,
+    /// or (before the first echo) both their sum.
     struct Wire {
         capacity: [f64; 2],
         pacers: [Pacer; 2],
         queues: [f64; 2],
         acked: [f64; 2],
-        rtt: f64,
+        seen: [f64; 2],
+        mixed: bool,
         now: f64,
         noise: u32,
     }
@@ -265,7 +276,16 @@ mod tests {
     impl Wire {
         fn new(capacity: [f64; 2]) -> Wire {
             let pacers = [Pacer::default(), Pacer::default()];
-            Wire { capacity, pacers, queues: [0.0; 2], acked: [0.0; 2], rtt: 0.0, now: 0.0, noise: 1 }
+            Wire {
+                capacity,
+                pacers,
+                queues: [0.0; 2],
+                acked: [0.0; 2],
+                seen: [0.0; 2],
+                mixed: false,
+                now: 0.0,
+                noise: 1,
+            }
         }
 
         fn run(&mut self, seconds: f64, busy: [bool; 2]) -> Outcome {
@@ -278,17 +298,26 @@ mod tests {
                     self.queues[i] = (self.queues[i] + offered - passed).min(DEEPEST * self.capacity[i]);
                     self.acked[i] += passed;
                 }
-                let queue = self.queues[0] / self.capacity[0] + self.queues[1] / self.capacity[1];
-                self.rtt += (queue - self.rtt) / 8.0;
+                let queues = [0, 1].map(|i| self.queues[i] / self.capacity[i]);
+                let queue = queues[0] + queues[1];
+                for (seen, own) in self.seen.iter_mut().zip(queues) {
+                    *seen += (if self.mixed { queue } else { own } - *seen) / 8.0;
+                }
                 self.now += STEP;
                 sum += queue;
                 steps += 1;
                 if step % 8 == 0 {
                     self.noise = self.noise.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                    let noise = f64::from(self.noise >> 16) / 65536.0 * 0.3e-3;
+                    let noise = f64::from(self.noise >> 16) / 65536.0 * 0.1e-3;
                     for i in 0..2 {
                         let acked = self.acked[i] as u64;
-                        self.pacers[i].update(Sample { at: self.now, queue: self.rtt + noise, acked, busy: busy[i] });
+                        self.pacers[i].update(Sample {
+                            at: self.now,
+                            queue: self.seen[i] + noise,
+                            acked,
+                            kernel: 0.0,
+                            busy: busy[i],
+                        });
                     }
                 }
             }
@@ -310,13 +339,14 @@ mod tests {
     }
 
     #[test]
-    fn both_directions_are_full_although_each_sees_both_queues() {
-        for capacity in [[125e6, 125e6], [125e6, 119e6], [125e6, 40e6]] {
-            let mut wire = Wire::new(capacity);
+    fn both_directions_are_full_even_if_each_sees_both_queues() {
+        let capacities = [[125e6, 125e6], [125e6, 119e6], [125e6, 40e6]];
+        for (capacity, mixed) in capacities.into_iter().flat_map(|capacity| [(capacity, false), (capacity, true)]) {
+            let mut wire = Wire { mixed, ..Wire::new(capacity) };
             wire.run(2.0, BOTH);
             let outcome = wire.run(5.0, BOTH);
-            assert!(outcome.used.iter().all(|used| *used > 0.97), "{capacity:?}: {outcome:?}");
-            assert!(outcome.queue < 1.2e-3, "{capacity:?}: {outcome:?}");
+            assert!(outcome.used.iter().all(|used| *used > 0.97), "{capacity:?} {mixed}: {outcome:?}");
+            assert!(outcome.queue < if mixed { 1.2e-3 } else { 2.0e-3 }, "{capacity:?} {mixed}: {outcome:?}");
         }
     }
 
@@ -326,7 +356,7 @@ mod tests {
         for i in 0..5000u32 {
             let queue = if i % 50 < 3 { 5e-3 } else { 0.2e-3 }; // now and then the machine is busy
             let at = f64::from(i) * 4e-3;
-            pacer.update(Sample { at, queue, acked: u64::from(i) * 20_000_000, busy: true });
+            pacer.update(Sample { at, queue, acked: u64::from(i) * 20_000_000, kernel: 0.0, busy: true });
             assert_eq!(pacer.rate(), f64::INFINITY);
         }
     }
@@ -364,7 +394,13 @@ mod tests {
             let rate = pacer.rate().min(60e6); // our share beside a greedy stranger
             acked += rate * 4e-3;
             starved += u32::from(rate < 0.85 * 60e6);
-            pacer.update(Sample { at: f64::from(i) * 4e-3, queue: 20e-3, acked: acked as u64, busy: true });
+            pacer.update(Sample {
+                at: f64::from(i) * 4e-3,
+                queue: 20e-3,
+                acked: acked as u64,
+                kernel: 0.0,
+                busy: true,
+            });
         }
         assert!(starved < 250, "{starved} of 2500 samples below 85 % of its share");
     }
