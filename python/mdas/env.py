@@ -116,7 +116,8 @@ def _env(variables: _Variables) -> Job | None:
         master_addr=address,
         master_port=port,
         uses_agent_store=variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        job_id=f"{address}:{port}" if run_id is None else f"{run_id}/{restarts}/{address}:{port}",
+        # Without the address: rank 0 may know itself by another name than the others do.
+        job_id=f"env-{port}" if run_id is None else f"torchrun-{run_id}/{restarts}-{port}",
     )
 
 
@@ -187,7 +188,7 @@ def _mpi(
         master_addr="127.0.0.1" if local_size == size else None,
         master_port=None,
         uses_agent_store=False,
-        job_id=f"{launcher}-{job_id}",
+        job_id=launcher if job_id is None else f"{launcher}-{job_id}",
     )
 
 

@@ -108,11 +108,7 @@ impl View {
     /// release of the buffer) until some thread holds the GIL.
     pub(crate) fn region(slf: &Bound<'_, Self>) -> Region {
         let view = slf.get();
-        Region {
-            ptr: view.address as *mut u8,
-            len: view.nbytes(),
-            owner: Some(Arc::new(slf.clone().unbind())),
-        }
+        Region { ptr: view.address as *mut u8, len: view.nbytes(), owner: Some(Arc::new(slf.clone().unbind())) }
     }
 }
 

@@ -47,7 +47,7 @@ def place(job: Job) -> tuple[object, ...]:
 
 STEP_PORT = derived_port("slurm-42.0")
 OPENMPI_PORT = derived_port("openmpi-prterun-host-1@1")
-HYDRA_PORT = derived_port("mpich-None")
+HYDRA_PORT = derived_port("mpich")
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,23 @@ def test_ctrl_c_ends_a_script_that_waits() -> None:
         assert time.monotonic() - sent < 6
 
 
+def alone() -> None:
+    print("joining", flush=True)
+    mdas.init(timeout=60)
+
+
+def test_ctrl_c_ends_the_wait_for_others_to_join() -> None:
+    with Ranks(1, alone, env={"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}) as ranks:
+        ranks.wait_for_output(0, "joining")
+        time.sleep(0.5)
+        sent = time.monotonic()
+        ranks.signal(0, signal.SIGINT)
+        (result,) = ranks.wait(10)
+        assert result.returncode == -signal.SIGINT
+        assert "KeyboardInterrupt" in result.stderr
+        assert time.monotonic() - sent < 3
+
+
 def forking(child: str) -> list[Any]:
     """A forked child asks for something; the parent goes on."""
     mdas.init(timeout=30)

@@ -123,6 +123,28 @@ def test_sums_are_right_to_rounding_and_the_same_bits_on_all_ranks() -> None:
         assert other.value == first.value
 
 
+def brain_floats() -> list[bool]:
+    import torch
+
+    mdas.init(timeout=60)
+    rank, size = mdas.rank(), mdas.size()
+    right = []
+    for count in (1, 1000, 70_001):
+        parts = torch.randn(size, count, generator=torch.Generator().manual_seed(count)).bfloat16()
+        total = parts[rank].clone()
+        mdas.allreduce(total)
+        right.append(torch.equal(total, parts.float().sum(0).bfloat16()))
+        mean = mdas.allreduce(parts[rank].clone(), "average")
+        right.append(torch.equal(mean, (parts.float().sum(0) / size).bfloat16()))
+        right.append(torch.equal(mdas.allgather(parts[rank]), parts))
+    return right
+
+
+def test_bfloat16_is_summed_in_float32_and_rounded_once() -> None:
+    for result in processes.run(2, brain_floats, timeout=90):
+        assert result.value == [True] * 9
+
+
 def specials() -> list[list[str]]:
     mdas.init(timeout=60)
     rows = [[np.nan, 1.0, -0.0, np.inf], [2.0, np.nan, 0.0, -np.inf]]

@@ -173,11 +173,10 @@ impl Job {
             },
         };
         let (real, prediction) = (update(self.real)?, update(self.prediction)?);
-        let state: [usize; K] = self
-            .state
-            .as_slice()
-            .try_into()
-            .map_err(|_| format!("the rule keeps {K} numbers of state per element, but got {}", self.state.len()))?;
+        let state: [usize; K] =
+            self.state.as_slice().try_into().map_err(|_| {
+                format!("the rule keeps {K} numbers of state per element, but got {}", self.state.len())
+            })?;
         // SAFETY: `check` has passed; who calls promises the rest.
         let write = |name, address| unsafe { self.area(name, address).write() };
         let forward = match (self.forward, prediction) {
