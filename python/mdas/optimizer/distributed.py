@@ -50,6 +50,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     base weights by themselves; anything else that must do so uses `base_weights()`. Gradients are always
     averaged over the ranks; the loss should be the mean over the rank's samples.
 
+    Hooks on steps belong on this optimizer: those of the wrapped one run for predictions too, or, with the
+    fused update, not at all. Memory beside module and optimizer state, in copies of the parameters: 3 for
+    "sync", 6 for "delayed", one more with a sketch, and one more with the generic update.
+
     Args:
         optimizer: any torch optimizer on parameters of `module`. SGD, Adam and AdamW have a fused kernel;
             one whose `step()` needs a closure (LBFGS) works with `schedule="sync"` only.
@@ -124,6 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._frozen = [p for group in optimizer.param_groups for p in group["params"] if p not in trained]
         self._index = {p: i for i, p in enumerate(self._layout.parameters)}
         self._closed = False
+        self._needs_closure = needs_closure(optimizer)
         # What unpickling a torch optimizer does: sets up hooks and profiling without parameter groups of
         # its own, since `param_groups` and `state` are those of the wrapped optimizer.
         super().__setstate__({"defaults": optimizer.defaults})
@@ -151,7 +156,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise RuntimeError("optimizer.step() within base_weights(): leave it first")
         self._refuse_newcomers()
         self._weights.forget()
-        if needs_closure(self._inner):
+        if self._needs_closure:
             return self._step_by_closure(closure)
         loss = None
         if closure is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from mdas.communicator import Communicator, Work
+from mdas.optimizer import kernels
 from mdas.optimizer.buckets import Layout, Place, Vector
 from mdas.optimizer.tally import Tally, TallyExchange
 
@@ -36,8 +37,8 @@ class Round:
     tally: Tally | None = None
     hyper: list[dict[str, object]] | None = None
     """The hyper-parameters of the step at which the gradient was taken."""
-    square: float = 0.0
-    """|g|² of this rank's gradient."""
+    squares: list[float] = field(default_factory=list)
+    """|g|² of this rank's gradient, per parameter."""
     shared: Vector | None = None
     """c, where the confidence is adaptive."""
 
@@ -72,6 +73,7 @@ class Collector:
     def begin(self, round: Round) -> None:
         """From now on gradients go into this round."""
         self._round = round
+        round.squares = [0.0] * len(round.used)
         self._missing = [len(members) for members in self._layout.members]
 
     def finish(self) -> Round:
@@ -84,12 +86,10 @@ class Collector:
         for place in self._layout.places:
             if not round.used[place.index]:
                 gradient = place.parameter.grad
-                view = round.gradient.views[place.index]
                 if gradient is None:
-                    view.zero_()
+                    round.gradient.views[place.index].zero_()
                 else:
-                    view.copy_(gradient)
-                    round.used[place.index] = True
+                    self._take(round, place, gradient)
         self._missing = [0] * len(self._missing)
         self._launch(round)
         self._round = None
@@ -131,8 +131,7 @@ class Collector:
     def _hook(self, place: Place) -> Callable[[Tensor], None]:
         index, bucket = place.index, place.bucket
 
-        @torch.no_grad()
-        def copy(parameter: Tensor) -> None:
+        def collect(parameter: Tensor) -> None:
             if self._paused:
                 return
             if self._refusal is not None:
@@ -147,15 +146,18 @@ class Collector:
                 )
             gradient = parameter.grad
             assert gradient is not None
-            if gradient.layout != torch.strided:
-                raise RuntimeError(f"parameter {place.name!r} got a {gradient.layout} gradient: {SPARSE}")
-            round.gradient.views[index].copy_(gradient)
-            round.used[index] = True
+            self._take(round, place, gradient)
             self._missing[bucket] -= 1
             if not self._missing[bucket]:
                 self._launch(round)
 
-        return copy
+        return collect
+
+    def _take(self, round: Round, place: Place, gradient: Tensor) -> None:
+        if gradient.layout != torch.strided:
+            raise RuntimeError(f"parameter {place.name!r} got a {gradient.layout} gradient: {SPARSE}")
+        round.squares[place.index] = kernels.copy_squared(round.gradient.views[place.index], gradient)
+        round.used[place.index] = True
 
     def _launch(self, round: Round) -> None:
         """Launches every bucket that is full and whose predecessors are launched."""

@@ -6,6 +6,7 @@ as infinite here.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from mdas import _core
@@ -38,32 +39,13 @@ def squared_blend(shared: Vector, local: Vector | None, alpha: float) -> float:
     return max(square, 0.0)
 
 
-def times(matrix: Tensor, tall: Tensor, out: Tensor) -> None:
-    """Writes out (m, r) = matrix (m, n) @ tall (n, r). All contiguous float32."""
-    rows, columns = matrix.shape
-    _core.times(rows, columns, tall.shape[1], matrix.data_ptr(), tall.data_ptr(), out.data_ptr())
-
-
-def transposed_times(matrix: Tensor, tall: Tensor, out: Tensor) -> None:
-    """Writes out (n, r) = matrix (m, n)ᵀ @ tall (m, r). All contiguous float32."""
-    rows, columns = matrix.shape
-    _core.transposed_times(rows, columns, tall.shape[1], matrix.data_ptr(), tall.data_ptr(), out.data_ptr())
-
-
-def expand(shared: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Writes out (m, n) = shared (m, n) + left (m, r) @ right (n, r)ᵀ. All contiguous float32."""
-    rows, columns = shared.shape
-    h, p, r, c = (tensor.data_ptr() for tensor in (shared, left, right, out))
-    _core.expand(rows, columns, left.shape[1], h, p, r, c)
-
-
-def orthonormalize(tall: Tensor, seed: int) -> None:
-    """Makes the columns of `tall` (n, r), r <= n, orthonormal, in place.
-
-    Columns that are zero, or depend on those before them, are refilled from `seed`.
-    """
-    rows, rank = tall.shape
-    _core.orthonormalize(rows, rank, tall.data_ptr(), seed)
+def copy_squared(target: Tensor, source: Tensor) -> float:
+    """Copies to `target`, which is contiguous; returns |source|²."""
+    if source.dtype == torch.float32 and target.dtype == torch.float32 and source.is_contiguous():
+        return _core.copy_sqnorm(target.data_ptr(), source.data_ptr(), target.numel())
+    target.copy_(source.detach())
+    wide = _float32(target)
+    return _core.sqnorm(wide.data_ptr(), wide.numel())
 
 
 def _float32(x: Tensor) -> Tensor:

@@ -200,11 +200,14 @@ class Pipeline:
         square = kernels.squared_norm(round.average)
         if not math.isfinite(square):
             self.measured.skipped += 1
-            logger.warning(
-                "step %d: the average gradient is not finite (%d ranks had a NaN or an infinity); update skipped",
-                self.measured.steps,
-                int(self.tally.nonfinite),
-            )
+            if self.measured.skipped.bit_count() == 1:  # the 1st, 2nd, 4th, ...: a run may be full of them
+                logger.warning(
+                    "step %d: the average gradient is not finite (%d ranks had a NaN or an infinity); update "
+                    "skipped on all ranks, the %d. in this run",
+                    self.measured.steps,
+                    int(self.tally.nonfinite),
+                    self.measured.skipped,
+                )
             self._free.append(round.average)
             return None
         if self.adaptive and self.informed:
@@ -224,9 +227,8 @@ class Pipeline:
 
     def _launch_tally(self, round: Round, shared: Vector) -> None:
         own, self._contribution = self._contribution, Tally()
-        round.square = kernels.squared_norm(round.gradient)
-        own.square = round.square / self._size
-        own.nonfinite = float(not math.isfinite(round.square))
+        own.square = sum(round.squares) / self._size
+        own.nonfinite = float(not math.isfinite(own.square))
         if self.adaptive:
             round.shared = shared
             own.spread = kernels.squared_distance(round.gradient, shared) / self._size
@@ -237,7 +239,7 @@ class Pipeline:
         if self._prediction is None:
             return None
         alpha = self.confidence.alpha if self._prediction.alpha is None else self._prediction.alpha
-        if not math.isfinite(round.square):
+        if not math.isfinite(sum(round.squares)):
             alpha = 1.0  # this rank's gradient must not reach its weights
         change = Change(shared, used)
         if alpha == 0.0:

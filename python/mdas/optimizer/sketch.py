@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mdas import _core
 from mdas.communicator import Communicator, Work
-from mdas.optimizer import kernels
 from mdas.optimizer.buckets import Layout, Place, Vector
 
 TAG = 0xFFFF_0100
@@ -28,27 +28,48 @@ SEED = 0x6D64_6173  # any, but equal on all ranks
 
 @dataclass(slots=True)
 class _Matrix:
-    """A parameter that is sketched; buffers are float32 views into the two messages."""
+    """A parameter that is sketched. What is not a tensor here is the address of one, of float32."""
 
     index: int
     rows: int
     rest: int
+    rank: int
     basis: Tensor
     """R, of shape (rest, rank), orthonormal."""
-    own_left: Tensor
+    r: int
+    """its address"""
+    own_p: int
     """g_i R, (rows, rank)"""
-    left: Tensor
+    p: int
     """its average, then P"""
-    own_right: Tensor
+    own_q: int
     """g_iᵀ P, (rest, rank)"""
-    right: Tensor
+    q: int
     """its average, then R'"""
-    scratch_left: Tensor
-    scratch_right: Tensor
+    history_p: int
+    """h R"""
+    history_q: int
+    """hᵀ P"""
 
-    def of(self, vector: Vector) -> Tensor:
-        """The parameter's part as a float32 matrix."""
-        return vector.views[self.index].view(self.rows, self.rest).float()
+    def times_basis(self, vector: Vector, out: int) -> None:
+        matrix = vector.views[self.index].float()
+        _core.times(self.rows, self.rest, self.rank, matrix.data_ptr(), self.r, out)
+
+    def transposed_times_p(self, vector: Vector, out: int) -> None:
+        matrix = vector.views[self.index].float()
+        _core.transposed_times(self.rows, self.rest, self.rank, matrix.data_ptr(), self.p, out)
+
+    def orthonormalize(self, rows: int, tall: int) -> None:
+        """Dead columns are refilled, on every rank with the same directions."""
+        _core.orthonormalize(rows, self.rank, tall, SEED + self.index)
+
+    def expand(self, history: Vector, into: Vector) -> None:
+        """Writes h + P R'ᵀ."""
+        h, target = history.views[self.index].float(), into.views[self.index]
+        c = target if target.dtype == torch.float32 else torch.empty_like(h)
+        _core.expand(self.rows, self.rest, self.rank, h.data_ptr(), self.p, self.q, c.data_ptr())
+        if c is not target:
+            target.copy_(c)
 
 
 class Sketcher:
@@ -59,45 +80,45 @@ class Sketcher:
         matrices = [p for p in layout.places if _shrinks(p, rank)]
         self._whole = [p for p in layout.places if not _shrinks(p, rank)]
         sizes = [(*_shape(p), min(rank, *_shape(p))) for p in matrices]
-        # First message: all g_i R, what is sent whole, and a flag per parameter: has it a gradient?
-        first = sum(rows * r for rows, _, r in sizes)
-        whole = sum(p.parameter.numel() for p in self._whole)
-        self._own_first, self._first = (
-            communicator.memory(first + whole + len(layout.places), torch.float32) for _ in range(2)
-        )
+        sketched = sum(rows * r for rows, _, r in sizes)
         second = sum(rest * r for _, rest, r in sizes)
-        self._own_second, self._second = (communicator.memory(second, torch.float32) for _ in range(2))
-        own_left, left = (_cutter(t) for t in (self._own_first, self._first))
-        own_right, right = (_cutter(t) for t in (self._own_second, self._second))
+        # First message: all g_i R, what is sent whole, and a flag per parameter: has it a gradient?
+        first = sketched + sum(p.parameter.numel() for p in self._whole) + len(layout.places)
+        memory = communicator.memory
+        self._own_first, self._first = memory(first, torch.float32), memory(first, torch.float32)
+        self._own_second, self._second = memory(second, torch.float32), memory(second, torch.float32)
+        self._history_p, self._history_q, self._bases = torch.zeros(sketched), torch.zeros(second), torch.zeros(second)
+        own_p, p, history_p = map(_cutter, (self._own_first, self._first, self._history_p))
+        own_q, q, history_q, basis = map(_cutter, (self._own_second, self._second, self._history_q, self._bases))
         self.matrices: list[_Matrix] = []
         for place, (rows, rest, r) in zip(matrices, sizes, strict=True):
-            basis = torch.zeros(rest, r)
-            kernels.orthonormalize(basis, SEED + place.index)
-            self.matrices.append(
-                _Matrix(
-                    place.index,
-                    rows,
-                    rest,
-                    basis,
-                    own_left((rows, r)),
-                    left((rows, r)),
-                    own_right((rest, r)),
-                    right((rest, r)),
-                    torch.zeros(rows, r),
-                    torch.zeros(rest, r),
+            tall = basis((rest, r))
+            addresses = [
+                tensor.data_ptr()
+                for tensor in (
+                    tall,
+                    own_p((rows, r)),
+                    p((rows, r)),
+                    own_q((rest, r)),
+                    q((rest, r)),
+                    history_p((rows, r)),
+                    history_q((rest, r)),
                 )
-            )
-        self._own_whole = [own_left(p.parameter.shape) for p in self._whole]
-        self._whole_average = [left(p.parameter.shape) for p in self._whole]
-        self._own_used, self._used = own_left((len(layout.places),)), left((len(layout.places),))
+            ]
+            matrix = _Matrix(place.index, rows, rest, r, tall, *addresses)
+            matrix.orthonormalize(rest, matrix.r)  # a basis of zeros is refilled altogether
+            self.matrices.append(matrix)
+        self._average_p = self._first[:sketched]
+        self._own_whole = [own_p(place.shape) for place in self._whole]
+        self._whole_average = [p(place.shape) for place in self._whole]
+        self._own_used, self._used = own_p((len(layout.places),)), p((len(layout.places),))
         self._work: Work | None = None
 
     def launch(self, gradient: Vector, used: Sequence[bool]) -> None:
         """Starts the first exchange; needs nothing but this rank's gradient."""
         for m in self.matrices:
-            kernels.times(m.of(gradient), m.basis, m.own_left)
-        for own, place in zip(self._own_whole, self._whole, strict=True):
-            own.copy_(gradient.views[place.index])
+            m.times_basis(gradient, m.own_p)
+        torch._foreach_copy_(self._own_whole, [gradient.views[p.index] for p in self._whole])
         self._own_used.copy_(torch.tensor(used, dtype=torch.float32))
         self._work = self._communicator.allreduce(self._own_first, self._first, op="average", lane="urgent", tag=TAG)
 
@@ -106,39 +127,33 @@ class Sketcher:
 
         Where the sketch is not finite, c = h and the bases stay.
         """
+        for m in self.matrices:
+            m.times_basis(history, m.history_p)
         assert self._work is not None
         wait(self._work)
         self._work = None
-        for m in self.matrices:
-            kernels.times(m.of(history), m.basis, m.scratch_left)
-            m.left.sub_(m.scratch_left)
+        self._average_p.sub_(self._history_p)
         finite = bool(torch.isfinite(self._first).all())
         for m in self.matrices:
             if finite:
-                kernels.orthonormalize(m.left, SEED + m.index)
-            kernels.transposed_times(m.of(gradient), m.left, m.own_right)
+                m.orthonormalize(m.rows, m.p)
+            m.transposed_times_p(gradient, m.own_q)
         # Also where it is of no use: communication never skips, so that ranks stay in step.
         work = self._communicator.allreduce(self._own_second, self._second, op="average", lane="urgent", tag=TAG + 1)
-        wait(work)
-        used = [count > 0 for count in self._used.tolist()]
         for m in self.matrices:
-            kernels.transposed_times(m.of(history), m.left, m.scratch_right)
-            m.right.sub_(m.scratch_right)
+            m.transposed_times_p(history, m.history_q)
+        wait(work)
+        self._second.sub_(self._history_q)
+        used = [count > 0 for count in self._used.tolist()]
         if not (finite and bool(torch.isfinite(self._second).all())):
             into.copy_(history)
             return used
         for m in self.matrices:
-            h, c = history.views[m.index], into.views[m.index].view(m.rows, m.rest)
-            if c.dtype == torch.float32:
-                kernels.expand(h.view(m.rows, m.rest), m.left, m.right, c)
-            else:
-                wide = torch.empty(m.rows, m.rest)
-                kernels.expand(m.of(history), m.left, m.right, wide)
-                c.copy_(wide)
-            m.basis.copy_(m.right)
-            kernels.orthonormalize(m.basis, SEED + m.index)
-        for average, place in zip(self._whole_average, self._whole, strict=True):
-            into.views[place.index].copy_(average)
+            m.expand(history, into)
+        torch._foreach_copy_([into.views[p.index] for p in self._whole], self._whole_average)
+        self._bases.copy_(self._second)
+        for m in self.matrices:
+            m.orthonormalize(m.rest, m.r)
         return used
 
 

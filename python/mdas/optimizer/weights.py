@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,8 @@ from mdas.optimizer.buckets import Layout, Vector
 from mdas.optimizer.hooks import Collector
 from mdas.optimizer.pipeline import Pipeline
 from mdas.optimizer.update import weights_in
+
+logger = logging.getLogger("mdas.optimizer")
 
 _BACKWARD = (
     "backward() while the module holds base weights: gradients for training are taken at the forward "
@@ -41,6 +44,7 @@ class BaseWeights:
         self._weights: Vector | None = None
         self._known = False
         self._lent = False
+        self._warned = False
         self._forwards: list[Any] = []
         self._before: list[Tensor] | None = None
         self._handles = [
@@ -96,6 +100,13 @@ class BaseWeights:
         if not module.training:
             lending = self.lend()
             lending.__enter__()
+            if self._lent and torch.is_grad_enabled() and not self._warned:
+                self._warned = True
+                logger.warning(
+                    "a forward pass in evaluation mode sees the base weights; it was made with gradients enabled, and "
+                    "backward() from it will fail. Evaluate under torch.no_grad(). To train layers in evaluation mode, "
+                    "leave the module itself in training mode and call eval() on its submodules."
+                )
         self._forwards.append(lending)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -1,6 +1,7 @@
 """Base weights where they are asked for, and training undisturbed, bit for bit."""
 
 import copy
+import logging
 import pickle
 
 import pytest
@@ -177,6 +178,28 @@ def test_steps_and_backward_within_are_refused():
             late.backward()
 
     on_ranks(2, body)
+
+
+def test_gradients_of_an_evaluation_are_warned_of_and_refused(caplog):
+    """Not mixed silently out of two sets of weights."""
+
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, predict="history")
+        train(optimizer, model, range(3), communicator.rank)
+        model.eval()
+        for _ in range(2):
+            late = loss(model, 3, 0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            late.backward()
+        model.train()
+        for layer in model:
+            layer.eval()
+        train(optimizer, model, range(3, 5), communicator.rank)
+
+    with caplog.at_level(logging.WARNING, "mdas.optimizer"):
+        on_ranks(2, body)
+    assert ["torch.no_grad()" in record.getMessage() for record in caplog.records] == [True, True]
 
 
 def test_synchronous_training_holds_them_anyway():

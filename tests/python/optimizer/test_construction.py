@@ -184,6 +184,23 @@ def test_lbfgs_synchronously():
         assert values == pytest.approx(expected, rel=1e-3)
 
 
+def test_in_the_world_and_in_a_group():
+    """After `init` without a launcher: one rank, which trains as torch does."""
+    model = mlp()
+    plain = sgd(model)
+    train(plain, model, range(3), 0)
+    mdas.init()
+    try:
+        for options in ({}, {"group": mdas.new_group([0])}):
+            net = mlp()
+            optimizer = mdas.DistributedOptimizer(sgd(net), net, **options)
+            assert "sync, generic update, rank 0 of 1" in repr(optimizer)
+            train(optimizer, net, range(3), 0)
+            assert torch.equal(flat(net), flat(model))
+    finally:
+        mdas.shutdown()
+
+
 def test_without_init_it_says_what_to_call():
     with pytest.raises(mdas.NotInitializedError, match=r"mdas.init\(\)"):
         DistributedOptimizer(sgd(model := mlp()), model)
