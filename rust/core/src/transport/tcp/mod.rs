@@ -287,7 +287,7 @@ impl Tcp {
     /// Returns whether there is still bulk on its way to `peer`.
     fn pace_peer(&mut self, peer: usize, at: f64) -> std::io::Result<bool> {
         let Peer { connections, pacer, .. } = &mut self.peers[peer];
-        let (mut acked, mut kernel, mut active, mut shortest, mut rtt) = (0, 0, Vec::new(), u32::MAX, u32::MAX);
+        let (mut acked, mut active, mut shortest, mut rtt) = (0, Vec::new(), u32::MAX, u32::MAX);
         for index in connections.iter() {
             let Some(connection) = &self.connections[*index] else { continue };
             let info = socket::info(&connection.socket)?;
@@ -296,13 +296,12 @@ impl Tcp {
                 acked += info.bytes_acked;
                 if !connection.outgoing.is_empty() || info.notsent_bytes > 0 {
                     active.push(*index);
-                    kernel += info.delivery_rate;
                     rtt = rtt.min(info.rtt());
                 }
             }
         }
         if active.is_empty() {
-            pacer.update(Sample { at, queue: 0.0, acked, kernel: 0.0, busy: false });
+            pacer.update(Sample { at, queue: 0.0, acked, busy: false });
             return Ok(false);
         }
         // The round trip is measured by the kernels, but contains the other direction's queue; the probes
@@ -314,7 +313,7 @@ impl Tcp {
             queue = queue.min(connection.transit.queue().unwrap_or(queue));
             connection.outgoing.bare(connection.transit.probe());
         }
-        pacer.update(Sample { at, queue, acked, kernel: kernel as f64, busy: true });
+        pacer.update(Sample { at, queue, acked, busy: true });
         let rate = pacer.rate() / active.len() as f64;
         log::trace!(
             "tcp: {at:.4} rank {peer}: queue {:.0} us, total {:.0} rate {:.1} MB/s, acked {acked}",

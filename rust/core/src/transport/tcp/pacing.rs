@@ -19,21 +19,21 @@ pub const INTERVAL: Duration = Duration::from_millis(4);
 /// A queue of this length (seconds) makes us look after it, ...
 const ENGAGE: f64 = 1.0e-3;
 /// ... from then on this length is too long, ...
-const LONG: f64 = 0.5e-3;
+const LONG: f64 = 0.7e-3;
 /// ... and this one short enough.
-const SHORT: f64 = 0.15e-3;
+const SHORT: f64 = 0.3e-3;
 /// So many samples in a row with a long queue make us look after it: at first, and once we do. (A
 /// machine that is busy otherwise delays single packets, too.)
 const PERSISTENT: u32 = 4;
 const REPEATED: u32 = 2;
 /// While the queue drains, the rate is below the link's by this part at least and at most, ...
-const DRAIN: [f64; 2] = [0.08, 0.5];
+const DRAIN: [f64; 2] = [0.12, 0.5];
 /// ... in between such that the queue is gone after this time (seconds).
-const DRAIN_TIME: f64 = 0.025;
+const DRAIN_TIME: f64 = 0.015;
 /// Rate after the queue has drained.
 const RESUME: f64 = 0.985;
 /// How much the rate typically grows from the first sign of a queue until it counts as long.
-const OVERSHOOT: f64 = 0.03;
+const OVERSHOOT: f64 = 0.05;
 /// Growth of the rate per second while there is no queue; doubles every `EAGER` seconds without one.
 const GROWTH: f64 = 0.3;
 const EAGER: f64 = 0.08;
@@ -44,7 +44,7 @@ const SETTLE: f64 = 0.02;
 /// A queue that has not shrunk to this part of its peak after this time (seconds) is not ours: it is the
 /// other direction's, or a busy machine's. Then the rate is this multiple of what it was before, but at
 /// most that of the link's: so it rises until the queue is ours.
-const CHECK: f64 = 0.03;
+const CHECK: f64 = 0.05;
 const SHRUNK: f64 = 0.85;
 const BOOST: f64 = 1.03;
 const CAP: f64 = 1.08;
@@ -55,12 +55,10 @@ const VAIN: u32 = 3;
 const TRUCE: f64 = 2.0;
 /// A rate that has grown to this multiple of what was delivered is no limit any more.
 const FREE: f64 = 3.0;
-/// How far the kernel's first measurement is believed, relative to ours.
-const MOST: f64 = 4.0;
 /// Samples over which the delivered rate is taken; long, since a queue that empties looks like a higher rate.
-const WINDOW: usize = 24;
+const WINDOW: usize = 48;
 /// Enough while the queue only grows.
-const SHORT_WINDOW: usize = 6;
+const SHORT_WINDOW: usize = 12;
 /// The best delivered rate is remembered for one to two times this long (seconds).
 const MEMORY: f64 = 1.0;
 
@@ -73,8 +71,6 @@ pub struct Sample {
     pub queue: f64,
     /// Bytes confirmed so far.
     pub acked: u64,
-    /// The kernel's own measurement of the rate of delivery over a round trip, in bytes per second.
-    pub kernel: f64,
     /// Was there always something to send since the sample before?
     pub busy: bool,
 }
@@ -144,8 +140,6 @@ impl Pacer {
         match self.phase {
             Phase::Free { from } => {
                 if self.long >= PERSISTENT && at >= from && self.link() > 0.0 {
-                    // TCP has filled the link by now, but hardly for as long as our window is.
-                    self.best[0] = self.best[0].max(sample.kernel.min(MOST * self.link()));
                     self.drain(at, queue);
                 }
             }
@@ -156,18 +150,16 @@ impl Pacer {
             Phase::Drain { since, peak, from } if at - since < CHECK || queue < SHRUNK * peak => {
                 self.phase = Phase::Drain { since, peak: peak.max(queue), from };
             }
-            Phase::Drain { from, .. } if queue < DEEP => {
-                (self.vain, self.foreign) = (0, self.foreign + 1);
-                self.climb(at, (BOOST * from).min(CAP * self.link()));
-            }
-            Phase::Drain { .. } => {
-                // What we knew of the link is out of date, or the queue is somebody else's.
-                self.good = 0.0;
-                if self.latest() > 0.0 {
-                    self.best = [self.latest(), 0.0];
+            Phase::Drain { from, .. } => {
+                // Either it is not ours, or we do not know the link: what was delivered is all we know.
+                self.forget();
+                if queue < DEEP {
+                    (self.vain, self.foreign) = (0, self.foreign + 1);
+                    self.climb(at, (BOOST * from).min(CAP * self.link()));
+                } else {
+                    self.vain += 1;
+                    if self.vain < VAIN { self.drain(at, queue) } else { self.free(at + TRUCE) }
                 }
-                self.vain += 1;
-                if self.vain < VAIN { self.drain(at, queue) } else { self.free(at + TRUCE) }
             }
             Phase::Climb { since } => {
                 if self.long >= REPEATED && at - since > SETTLE {
@@ -214,13 +206,21 @@ impl Pacer {
         self.best[0].max(self.best[1])
     }
 
-    /// The rate of the latest samples; 0 if there are too few.
-    fn latest(&self) -> f64 {
-        match (self.recent.front(), self.recent.back()) {
-            (Some((first, before)), Some((last, acked))) if self.recent.len() > SHORT_WINDOW => {
-                (acked - before) as f64 / (last - first)
-            }
+    /// The rate over the latest `samples`; 0 if there are not so many.
+    fn latest(&self, samples: usize) -> f64 {
+        let Some(first) = self.recent.len().checked_sub(samples + 1) else { return 0.0 };
+        match (self.recent.get(first), self.recent.back()) {
+            (Some((first, before)), Some((last, acked))) if last > first => (acked - before) as f64 / (last - first),
             _ => 0.0,
+        }
+    }
+
+    fn forget(&mut self) {
+        let latest = self.latest(SHORT_WINDOW);
+        if latest > 0.0 {
+            self.good = 0.0;
+            self.best = [latest, 0.0];
+            self.recent.drain(..self.recent.len() - SHORT_WINDOW);
         }
     }
 
@@ -234,13 +234,11 @@ impl Pacer {
             self.period = sample.at;
         }
         self.recent.push_back((sample.at, sample.acked));
-        let saturated = matches!(self.phase, Phase::Free { .. }) || sample.queue > DEEP;
-        if self.recent.len() > if saturated { SHORT_WINDOW } else { WINDOW } {
-            self.best[0] = self.best[0].max(self.latest());
-        }
-        if self.recent.len() > WINDOW {
+        if self.recent.len() > WINDOW + 1 {
             self.recent.pop_front();
         }
+        let grows = matches!(self.phase, Phase::Free { .. }) || sample.queue > DEEP;
+        self.best[0] = self.best[0].max(self.latest(if grows { SHORT_WINDOW } else { WINDOW }));
     }
 }
 
@@ -315,7 +313,7 @@ mod tests {
                             at: self.now,
                             queue: self.seen[i] + noise,
                             acked,
-                            kernel: 0.0,
+
                             busy: busy[i],
                         });
                     }
@@ -356,7 +354,7 @@ mod tests {
         for i in 0..5000u32 {
             let queue = if i % 50 < 3 { 5e-3 } else { 0.2e-3 }; // now and then the machine is busy
             let at = f64::from(i) * 4e-3;
-            pacer.update(Sample { at, queue, acked: u64::from(i) * 20_000_000, kernel: 0.0, busy: true });
+            pacer.update(Sample { at, queue, acked: u64::from(i) * 20_000_000, busy: true });
             assert_eq!(pacer.rate(), f64::INFINITY);
         }
     }
@@ -394,13 +392,7 @@ mod tests {
             let rate = pacer.rate().min(60e6); // our share beside a greedy stranger
             acked += rate * 4e-3;
             starved += u32::from(rate < 0.85 * 60e6);
-            pacer.update(Sample {
-                at: f64::from(i) * 4e-3,
-                queue: 20e-3,
-                acked: acked as u64,
-                kernel: 0.0,
-                busy: true,
-            });
+            pacer.update(Sample { at: f64::from(i) * 4e-3, queue: 20e-3, acked: acked as u64, busy: true });
         }
         assert!(starved < 250, "{starved} of 2500 samples below 85 % of its share");
     }

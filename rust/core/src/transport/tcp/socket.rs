@@ -76,7 +76,7 @@ pub unsafe fn send(socket: &OwnedFd, pieces: &mut [libc::iovec]) -> io::Result<u
     usize::try_from(n).map_err(|_| io::Error::last_os_error())
 }
 
-/// The head of Linux's `struct tcp_info`, as far as we use it (complete since Linux 4.10; libc's ends before `pacing_rate`).
+/// The head of Linux's `struct tcp_info`, as far as we use it (complete since Linux 4.9; libc's ends before `pacing_rate`).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub struct TcpInfo {
@@ -92,13 +92,6 @@ pub struct TcpInfo {
     pub notsent_bytes: u32,
     /// Smallest round trip of the last minutes, in microseconds.
     pub min_rtt: u32,
-    data_segments: [u32; 2],
-    /// Rate at which the latest bytes were delivered, in bytes per second.
-    pub delivery_rate: u64,
-    /// Microseconds with unconfirmed data, ever.
-    pub busy_time: u64,
-    /// Microseconds during which the peer's receive window was the limit, ever.
-    pub rwnd_limited: u64,
 }
 
 impl TcpInfo {
