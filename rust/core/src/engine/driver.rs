@@ -4,7 +4,7 @@
 use super::EngineConfig;
 use super::call::{Fingerprint, GroupId};
 use super::exec::{Exec, Order, Recipe};
-use super::inquiry::Inquiry;
+use super::inquiry::{Inquiry, Wait};
 use super::protocol::{Frame, OpKey, Reason};
 use super::wires::{Gone, Wires};
 use crate::collective::plan::Shape;
@@ -143,7 +143,10 @@ impl Driver {
         }
         lane.queued.push_back(order);
         // What came before the call may already disagree with it.
-        let clash = self.early.get(&key).and_then(|frames| frames.iter().find_map(|(peer, frame)| Some((*peer, clash(fingerprint, frame)?))));
+        let clash = self
+            .early
+            .get(&key)
+            .and_then(|frames| frames.iter().find_map(|(peer, frame)| Some((*peer, clash(fingerprint, frame)?))));
         match clash {
             Some((peer, theirs)) => self.mismatch(key, fingerprint, peer, theirs),
             None => self.activate(key.group, key.lane),
@@ -220,7 +223,10 @@ impl Driver {
                 self.wires.peers[peer].heard = Instant::now();
                 match Frame::decode(&frame) {
                     Some(frame) => self.dispatch(peer, frame),
-                    None => self.gone(peer, Gone::Lost("it sent a frame that makes no sense; do all ranks run the same version?".into())),
+                    None => self.gone(
+                        peer,
+                        Gone::Lost("it sent a frame that makes no sense; do all ranks run the same version?".into()),
+                    ),
                 }
             }
             Event::Arrived { peer, key } => {
@@ -289,7 +295,9 @@ impl Driver {
                 self.touched.push(op);
             }
             // A broken group reads nothing more.
-            None if self.groups.get(&op.group).is_some_and(|group| group.broken.is_some()) => self.discard(peer, &frame),
+            None if self.groups.get(&op.group).is_some_and(|group| group.broken.is_some()) => {
+                self.discard(peer, &frame)
+            }
             // All others keep it for the call that will come.
             _ => self.early.entry(op).or_default().push((peer, frame)),
         }
@@ -345,11 +353,17 @@ impl Driver {
             Gone::Departed => None,
         };
         state.gone = Some(gone);
-        let hit: Vec<GroupId> = self.groups.iter().filter(|(_, group)| group.ranks.contains(&peer)).map(|(id, _)| *id).collect();
+        let hit: Vec<GroupId> =
+            self.groups.iter().filter(|(_, group)| group.ranks.contains(&peer)).map(|(id, _)| *id).collect();
         for id in hit {
             match &lost {
                 Some(cause) => {
-                    let operation = self.groups[&id].lanes.iter().flat_map(|lane| &lane.active).next().map_or_else(|| "between operations".into(), Exec::describe);
+                    let operation = self.groups[&id]
+                        .lanes
+                        .iter()
+                        .flat_map(|lane| &lane.active)
+                        .next()
+                        .map_or_else(|| "between operations".into(), Exec::describe);
                     let error = Error::PeerLost { operation, peer, cause: cause.clone() };
                     self.break_group(id, &error, true);
                 }
@@ -409,19 +423,25 @@ impl Driver {
                     exec.inquiry.warned = false;
                     continue;
                 }
-                if exec.inquiry.asked.is_none_or(|at| now.duration_since(at) >= Inquiry::interval(exec.timeout.min(warn_after))) {
+                if exec
+                    .inquiry
+                    .asked
+                    .is_none_or(|at| now.duration_since(at) >= Inquiry::interval(exec.timeout.min(warn_after)))
+                {
                     exec.inquiry.asked = Some(now);
                     for &peer in group.ranks.iter().filter(|&&peer| peer != self.config.rank) {
                         self.wires.say(peer, &Frame::Query { op: exec.key });
                     }
                 }
+                let wait = Wait { op: exec.key, ranks: &group.ranks, patience: warn_after, waited, now };
                 if waited >= warn_after && !std::mem::replace(&mut exec.inquiry.warned, true) {
-                    let verdict = exec.inquiry.verdict(exec.key, &group.ranks, warn_after, &self.wires, now);
-                    log::warn!("{}: waiting for {:.1} s (timeout {:.1} s): {verdict}", exec.describe(), waited.as_secs_f64(), exec.timeout.as_secs_f64());
+                    let verdict = exec.inquiry.verdict(&wait, &self.wires);
+                    let (waited, timeout) = (waited.as_secs_f64(), exec.timeout.as_secs_f64());
+                    log::warn!("{}: waiting for {waited:.1} s (timeout {timeout:.1} s): {verdict}", exec.describe());
                 }
                 if waited >= exec.timeout {
-                    let error = exec.inquiry.judge(exec.describe(), exec.key, &group.ranks, exec.timeout, waited, &self.wires, now);
-                    expired.push((*id, error));
+                    let wait = Wait { patience: exec.timeout, ..wait };
+                    expired.push((*id, exec.inquiry.judge(exec.describe(), &wait, &self.wires)));
                     break;
                 }
             }

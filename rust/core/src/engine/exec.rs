@@ -110,8 +110,9 @@ impl Exec {
     pub fn new(order: Order, recipe: Recipe) -> Result<Self> {
         let size = recipe.ranks.len();
         let bytes = recipe.scratch * recipe.accumulator.size();
-        let scratch = HeapBytes::zeroed(bytes, 64)
-            .ok_or_else(|| Error::system(format!("allocating {bytes} bytes of scratch for {}", order.key), "out of memory"))?;
+        let scratch = HeapBytes::zeroed(bytes, 64).ok_or_else(|| {
+            Error::system(format!("allocating {bytes} bytes of scratch for {}", order.key), "out of memory")
+        })?;
         let reduce = order.call.reduce_op();
         // A started operation has a start time; setting it twice is impossible, and would change nothing.
         let _ = order.work.started.set(monotonic_ns());
@@ -251,7 +252,9 @@ impl Exec {
                     let dtype = self.type_of_kind(kind);
                     let bytes = into.len * dtype.size();
                     if bytes > INLINE_BYTES {
-                        let in_place = with.is_none() && dtype == self.type_of(into.space) && !(finish && self.divide_by.is_some());
+                        let in_place = with.is_none()
+                            && dtype == self.type_of(into.space)
+                            && !(finish && self.divide_by.is_some());
                         self.grant(self.ranks[peer], index, bytes, in_place.then(|| self.address(into)), wires)?;
                     }
                     index
@@ -262,7 +265,14 @@ impl Exec {
         Ok(())
     }
 
-    fn grant(&mut self, peer: usize, index: u32, bytes: usize, place: Option<*mut u8>, wires: &mut Wires) -> Result<()> {
+    fn grant(
+        &mut self,
+        peer: usize,
+        index: u32,
+        bytes: usize,
+        place: Option<*mut u8>,
+        wires: &mut Wires,
+    ) -> Result<()> {
         let ptr = match place {
             Some(ptr) => ptr,
             None => {
@@ -358,7 +368,15 @@ impl Exec {
         // (`address` checks it; a message's length was checked on arrival or fixed by its grant). The plan never
         // lets spans overlap other than exactly.
         unsafe {
-            combine(self.reduce, self.address(into), self.type_of(into.space), Operand { ptr: source, dtype }, with, into.len, divide_by);
+            combine(
+                self.reduce,
+                self.address(into),
+                self.type_of(into.space),
+                Operand { ptr: source, dtype },
+                with,
+                into.len,
+                divide_by,
+            );
         }
     }
 }

@@ -24,7 +24,7 @@ pub use work::{Times, Work, monotonic_ns};
 
 use crate::collective::{Collective, select::Algorithm};
 use crate::error::{Error, Result};
-use crate::transport::{Lane, Transport};
+use crate::transport::Transport;
 use driver::{Command, Driver};
 use exec::Order;
 use progress::{Membership, Shared, lock, next_call};
@@ -136,7 +136,12 @@ impl Engine {
         let mut seen = vec![false; size];
         for &rank in &ranks {
             match seen.get_mut(rank) {
-                None => return Err(Error::Invalid(format!("a group cannot hold rank {rank}: the world has ranks 0 to {}", size - 1))),
+                None => {
+                    return Err(Error::Invalid(format!(
+                        "a group cannot hold rank {rank}: the world has ranks 0 to {}",
+                        size - 1
+                    )));
+                }
                 Some(true) => return Err(Error::Invalid(format!("rank {rank} stands in the group twice"))),
                 Some(seen) => *seen = true,
             }
@@ -209,7 +214,9 @@ impl Drop for Engine {
 }
 
 fn barrier_byte() -> Result<Region> {
-    HeapBytes::zeroed(1, 1).map(|bytes| Region::of(Arc::new(bytes))).ok_or_else(|| Error::system("allocating one byte", "out of memory"))
+    HeapBytes::zeroed(1, 1)
+        .map(|bytes| Region::of(Arc::new(bytes)))
+        .ok_or_else(|| Error::system("allocating one byte", "out of memory"))
 }
 
 fn check(call: &Call, input: &Region, output: &Region, size: usize) -> Result<()> {
@@ -222,16 +229,23 @@ fn check(call: &Call, input: &Region, output: &Region, size: usize) -> Result<()
     {
         return Err(Error::Invalid(format!("{what}: the group has ranks 0 to {}", size - 1)));
     }
-    for (name, region, elements) in
-        [("input", input, call.op.input_len(call.count, size)), ("output", output, call.op.output_len(call.count, size))]
-    {
+    for (name, region, elements) in [
+        ("input", input, call.op.input_len(call.count, size)),
+        ("output", output, call.op.output_len(call.count, size)),
+    ] {
         let bytes = elements * call.dtype.size();
         if region.len != bytes {
-            return Err(Error::Invalid(format!("{what}: the {name} has {} bytes, but {bytes} are needed ({elements} x {})", region.len, call.dtype.name())));
+            return Err(Error::Invalid(format!(
+                "{what}: the {name} has {} bytes, but {bytes} are needed ({elements} x {})",
+                region.len,
+                call.dtype.name()
+            )));
         }
     }
     if input.partly_overlaps(output) {
-        return Err(Error::Invalid(format!("{what}: input and output overlap without being the same memory; use one buffer or two separate ones")));
+        return Err(Error::Invalid(format!(
+            "{what}: input and output overlap without being the same memory; use one buffer or two separate ones"
+        )));
     }
     Ok(())
 }
@@ -248,7 +262,9 @@ fn prepare_thread(cpus: &[usize]) {
         let mut set = rustix::thread::CpuSet::new();
         cpus.iter().for_each(|&cpu| set.set(cpu));
         if let Err(error) = rustix::thread::sched_setaffinity(None, &set) {
-            log::warn!("the progress thread cannot run on CPUs {cpus:?} (MDAS_PROGRESS_CPUS): {error}; it runs anywhere");
+            log::warn!(
+                "the progress thread cannot run on CPUs {cpus:?} (MDAS_PROGRESS_CPUS): {error}; it runs anywhere"
+            );
         }
     }
 }

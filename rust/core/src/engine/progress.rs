@@ -229,7 +229,10 @@ pub(super) fn next_call(calls: &mut Calls, group: GroupId, lane: Lane, rank: usi
         return Err(Error::Invalid(format!("group {} does not exist", group.0)));
     };
     if !membership.ranks.contains(&rank) {
-        return Err(Error::Invalid(format!("rank {rank} does not belong to group {} (ranks {:?})", group.0, membership.ranks)));
+        return Err(Error::Invalid(format!(
+            "rank {rank} does not belong to group {} (ranks {:?})",
+            group.0, membership.ranks
+        )));
     }
     let counter = &mut membership.next_seq[lane as usize];
     *counter += 1;

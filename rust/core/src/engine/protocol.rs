@@ -108,11 +108,14 @@ impl From<&Error> for Reason {
             texts: texts.map(str::to_owned),
         };
         match error {
-            Error::Mismatch { operation, rank, ours, peer, theirs } => reason(0, *peer, *rank, [operation, ours, theirs]),
-            Error::PeerLost { operation, peer, cause } => reason(1, *peer, 0, [operation, cause, ""]),
-            Error::Timeout { operation, waited, timeout, detail } => {
-                Reason { millis: (waited.as_millis() as u64, timeout.as_millis() as u64), ..reason(2, 0, 0, [operation, detail, ""]) }
+            Error::Mismatch { operation, rank, ours, peer, theirs } => {
+                reason(0, *peer, *rank, [operation, ours, theirs])
             }
+            Error::PeerLost { operation, peer, cause } => reason(1, *peer, 0, [operation, cause, ""]),
+            Error::Timeout { operation, waited, timeout, detail } => Reason {
+                millis: (waited.as_millis() as u64, timeout.as_millis() as u64),
+                ..reason(2, 0, 0, [operation, detail, ""])
+            },
             Error::Broken { cause, .. } => Reason::from(cause.as_ref()),
             other => reason(3, 0, 0, ["", &other.to_string(), ""]),
         }
@@ -124,8 +127,18 @@ impl Reason {
     pub fn into_error(self, from: usize) -> Error {
         let [operation, first, second] = self.texts;
         match self.kind {
-            0 => Error::Mismatch { operation, rank: self.rank as usize, ours: first, peer: self.peer as usize, theirs: second },
-            1 => Error::PeerLost { operation, peer: self.peer as usize, cause: format!("{first} (reported by rank {from})") },
+            0 => Error::Mismatch {
+                operation,
+                rank: self.rank as usize,
+                ours: first,
+                peer: self.peer as usize,
+                theirs: second,
+            },
+            1 => Error::PeerLost {
+                operation,
+                peer: self.peer as usize,
+                cause: format!("{first} (reported by rank {from})"),
+            },
             2 => Error::Timeout {
                 operation,
                 waited: Duration::from_millis(self.millis.0),
@@ -314,8 +327,14 @@ mod tests {
     }
 
     fn call() -> impl Strategy<Value = Fingerprint> {
-        any::<(u8, u8, u8, u32, u32, u64)>()
-            .prop_map(|(op, reduce, dtype, root, tag, count)| Fingerprint { op, reduce, dtype, root, tag, count })
+        any::<(u8, u8, u8, u32, u32, u64)>().prop_map(|(op, reduce, dtype, root, tag, count)| Fingerprint {
+            op,
+            reduce,
+            dtype,
+            root,
+            tag,
+            count,
+        })
     }
 
     fn frame() -> impl Strategy<Value = Frame> {
@@ -329,7 +348,12 @@ mod tests {
                 key: LandingKey(key),
                 bytes
             }),
-            (op(), call(), any::<(u32, Vec<u8>)>()).prop_map(|(op, call, (index, payload))| Frame::Inline { op, call, index, payload }),
+            (op(), call(), any::<(u32, Vec<u8>)>()).prop_map(|(op, call, (index, payload))| Frame::Inline {
+                op,
+                call,
+                index,
+                payload
+            }),
             any::<u32>().prop_map(|bytes| Frame::Credit { bytes }),
             (any::<u32>(), reason).prop_map(|(group, reason)| Frame::Abort { group: GroupId(group), reason }),
             op().prop_map(|op| Frame::Query { op }),

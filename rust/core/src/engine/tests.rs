@@ -1,7 +1,7 @@
 //! Ranks as threads over the loopback transport.
 
 use super::*;
-use crate::transport::loopback;
+use crate::transport::{Lane, loopback};
 use mdas_kernels::{DType, ReduceOp};
 use std::time::Instant;
 
@@ -64,18 +64,21 @@ fn every_collective_gives_the_right_values_for_many_sizes_and_lengths() {
     for size in [1, 2, 3, 4, 7] {
         let engines = engines(size, LIMIT);
         for count in [0, 1, 3, 1000, 70_001, 300_000] {
-            let inputs: Vec<Vec<f32>> = (0..size).map(|r| (0..count).map(|i| (r * 10 + i % 7) as f32).collect()).collect();
+            let inputs: Vec<Vec<f32>> =
+                (0..size).map(|r| (0..count).map(|i| (r * 10 + i % 7) as f32).collect()).collect();
             let sum: Vec<f32> = (0..count).map(|i| inputs.iter().map(|v| v[i]).sum()).collect();
             let results = ranks(&engines, |engine| allreduce(engine, &inputs[engine.rank()], ReduceOp::Sum).unwrap());
             assert!(results.iter().all(|r| *r == sum), "allreduce {size} x {count}");
             let average: Vec<f32> = sum.iter().map(|v| v / size as f32).collect();
-            let results = ranks(&engines, |engine| allreduce(engine, &inputs[engine.rank()], ReduceOp::Average).unwrap());
+            let results =
+                ranks(&engines, |engine| allreduce(engine, &inputs[engine.rank()], ReduceOp::Average).unwrap());
             assert!(results.iter().all(|r| *r == average), "average {size} x {count}");
 
             let gathered = ranks(&engines, |engine| {
                 let (input, _) = region(&inputs[engine.rank()]);
                 let (output, memory) = region(&vec![0f32; count * size]);
-                let work = engine.submit(call(engine, Collective::Allgather, DType::F32, count), input, output).unwrap();
+                let work =
+                    engine.submit(call(engine, Collective::Allgather, DType::F32, count), input, output).unwrap();
                 wait(&work).unwrap();
                 values::<f32>(&memory)
             });
@@ -157,8 +160,11 @@ fn different_calls_raise_a_mismatch_on_both_sides_and_name_both() {
         let engines = engines(3, LIMIT);
         let errors = ranks(&engines, |engine| {
             let odd = engine.rank() == 1;
-            let (op, dtype, count) =
-                if odd { (other_op, other_dtype, other_count) } else { (Collective::Allreduce(ReduceOp::Sum), DType::F32, 9) };
+            let (op, dtype, count) = if odd {
+                (other_op, other_dtype, other_count)
+            } else {
+                (Collective::Allreduce(ReduceOp::Sum), DType::F32, 9)
+            };
             let (buffer, _) = region(&vec![0u8; count * dtype.size()]);
             let work = engine.submit(call(engine, op, dtype, count), buffer.clone(), buffer).unwrap();
             let error = wait(&work).err();
@@ -265,7 +271,11 @@ fn senseless_calls_are_refused_before_anything_is_sent() {
         assert_eq!(error.scope(), crate::error::Scope::Operation);
         assert!(error.to_string().contains(expected), "{error}");
     }
-    assert!(engine.new_group(vec![0, 2]).is_err() && engine.new_group(vec![0, 0]).is_err() && engine.new_group(vec![]).is_err());
+    assert!(
+        engine.new_group(vec![0, 2]).is_err()
+            && engine.new_group(vec![0, 0]).is_err()
+            && engine.new_group(vec![]).is_err()
+    );
     // The order of calls is undisturbed.
     let results = ranks(&engines, |engine| allreduce(engine, &[2.0], ReduceOp::Sum).unwrap());
     assert_eq!(results, [[4.0], [4.0]]);

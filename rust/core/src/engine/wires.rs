@@ -3,7 +3,7 @@
 use super::call::HeapBytes;
 use super::protocol::{Frame, OpKey};
 use crate::error::{Error, Result};
-use crate::transport::{Lane, LandingKey, RawSpan, Transport, WriteId};
+use crate::transport::{LandingKey, Lane, RawSpan, Transport, WriteId};
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
@@ -188,7 +188,8 @@ impl Wires {
             return Ok(buffer);
         }
         let len = bytes.max(self.chunk_bytes);
-        HeapBytes::zeroed(len, 64).ok_or_else(|| Error::system(format!("allocating a landing area of {len} bytes"), "out of memory"))
+        HeapBytes::zeroed(len, 64)
+            .ok_or_else(|| Error::system(format!("allocating a landing area of {len} bytes"), "out of memory"))
     }
 
     /// Back to the pool.

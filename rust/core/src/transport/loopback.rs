@@ -1,6 +1,6 @@
 //! Ranks as threads of one process: a write is a memory copy, done by the writer.
 
-use super::{Event, Lane, LandingKey, RawSpan, Transport, Wake, WriteId};
+use super::{Event, LandingKey, Lane, RawSpan, Transport, Wake, WriteId};
 use crate::error::Result;
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
