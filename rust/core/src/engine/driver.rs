@@ -1,16 +1,19 @@
 //! The state machine behind the engine: takes orders, runs operations, hands out frames, watches deadlines.
 //! Driven by one thread at a time (see `progress`).
 
+mod dispatch;
+
 use super::EngineConfig;
 use super::call::{Fingerprint, GroupId};
 use super::exec::{Exec, Order, Recipe};
 use super::inquiry::{Inquiry, Wait};
 use super::protocol::{Frame, OpKey, Reason};
-use super::wires::{Gone, Wires};
+use super::wires::Wires;
 use crate::collective::plan::Shape;
 use crate::collective::select;
 use crate::error::Error;
 use crate::transport::{Event, Lane, Transport};
+use dispatch::clash;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -217,165 +220,6 @@ impl Driver {
         }
     }
 
-    fn handle(&mut self, event: Event) {
-        match event {
-            Event::Control { peer, frame } => {
-                self.wires.peers[peer].heard = Instant::now();
-                match Frame::decode(&frame) {
-                    Some(frame) => self.dispatch(peer, frame),
-                    None => self.gone(
-                        peer,
-                        Gone::Lost("it sent a frame that makes no sense; do all ranks run the same version?".into()),
-                    ),
-                }
-            }
-            Event::Arrived { peer, key } => {
-                self.wires.peers[peer].heard = Instant::now();
-                if let Some((op, index)) = self.wires.landed(peer, key)
-                    && let Some((exec, _)) = self.exec(op)
-                {
-                    exec.landed(peer, index);
-                    self.touched.push(op);
-                }
-            }
-            Event::Sent { id } => {
-                if let Some(op) = self.wires.sent(id)
-                    && let Some((exec, _)) = self.exec(op)
-                {
-                    exec.sent(id);
-                    self.touched.push(op);
-                }
-            }
-            Event::Departed { peer } => self.gone(peer, Gone::Departed),
-            Event::Lost { peer, cause } => self.gone(peer, Gone::Lost(cause)),
-        }
-    }
-
-    fn dispatch(&mut self, peer: usize, frame: Frame) {
-        match frame {
-            Frame::Grant { op, .. } | Frame::Inline { op, .. } => self.arrive(op, peer, frame),
-            Frame::Credit { bytes } => self.wires.credit(peer, bytes),
-            Frame::Abort { group, reason } => {
-                let error = reason.into_error(peer);
-                self.break_group(group, &error, false);
-            }
-            Frame::Query { op } => {
-                let called = self.groups.get(&op.group).map_or(0, |group| group.lanes[op.lane as usize].called);
-                self.wires.say(peer, &Frame::Answer { op, called });
-            }
-            Frame::Answer { op, called } => {
-                if let Some((exec, _)) = self.exec(op) {
-                    exec.inquiry.answers.insert(peer, called);
-                }
-            }
-        }
-    }
-
-    /// A frame for an operation that may be running, waiting, over, or not called yet.
-    fn arrive(&mut self, op: OpKey, peer: usize, frame: Frame) {
-        let known = self.groups.get(&op.group).and_then(|group| {
-            if group.broken.is_some() {
-                return None;
-            }
-            let lane = &group.lanes[op.lane as usize];
-            let active = lane.active.iter().find(|exec| exec.key == op).map(|exec| exec.fingerprint);
-            let queued = || lane.queued.iter().find(|order| order.key == op).map(|order| order.call.fingerprint());
-            let finished = || lane.finished.iter().find(|(seq, _)| *seq == op.seq).map(|(_, fingerprint)| *fingerprint);
-            active.map(|f| (f, true)).or_else(|| queued().or_else(finished).map(|f| (f, false)))
-        });
-        let clash = known.and_then(|(ours, _)| Some((ours, clash(ours, &frame)?)));
-        match known {
-            _ if clash.is_some() => {
-                if let Some((ours, theirs)) = clash {
-                    self.mismatch(op, ours, peer, theirs);
-                }
-            }
-            Some((_, true)) => {
-                self.deliver(peer, frame);
-                self.touched.push(op);
-            }
-            // A broken group reads nothing more.
-            None if self.groups.get(&op.group).is_some_and(|group| group.broken.is_some()) => {
-                self.discard(peer, &frame)
-            }
-            // All others keep it for the call that will come.
-            _ => self.early.entry(op).or_default().push((peer, frame)),
-        }
-    }
-
-    /// Nobody will read this frame: its credit goes back.
-    fn discard(&mut self, peer: usize, frame: &Frame) {
-        if let Frame::Inline { payload, .. } = frame {
-            self.wires.consumed(peer, payload.len() + INLINE_HEADER);
-        }
-    }
-
-    /// Hands a frame to its running operation.
-    fn deliver(&mut self, peer: usize, frame: Frame) {
-        let result = match frame {
-            Frame::Grant { op, index, key, bytes, .. } => match self.exec(op) {
-                Some((exec, wires)) => exec.granted(peer, index, key, bytes, wires).map_err(|error| (op, error)),
-                None => Ok(()),
-            },
-            Frame::Inline { op, index, payload, .. } => {
-                let cost = payload.len() + INLINE_HEADER;
-                self.wires.counters.bytes_received += payload.len() as u64;
-                if let Some((exec, _)) = self.exec(op) {
-                    exec.inlined(peer, index, payload, cost);
-                }
-                Ok(())
-            }
-            _ => Ok(()),
-        };
-        if let Err((op, error)) = result {
-            self.break_group(op.group, &error, true);
-        }
-    }
-
-    fn mismatch(&mut self, op: OpKey, ours: Fingerprint, peer: usize, theirs: Fingerprint) {
-        let error = Error::Mismatch {
-            operation: format!("operation {op}"),
-            rank: self.config.rank,
-            ours: ours.to_string(),
-            peer,
-            theirs: theirs.to_string(),
-        };
-        self.break_group(op.group, &error, true);
-    }
-
-    fn gone(&mut self, peer: usize, gone: Gone) {
-        let state = &mut self.wires.peers[peer];
-        if state.gone.is_some() {
-            return;
-        }
-        let lost = match &gone {
-            Gone::Lost(cause) => Some(cause.clone()),
-            Gone::Departed => None,
-        };
-        state.gone = Some(gone);
-        let hit: Vec<GroupId> =
-            self.groups.iter().filter(|(_, group)| group.ranks.contains(&peer)).map(|(id, _)| *id).collect();
-        for id in hit {
-            match &lost {
-                Some(cause) => {
-                    let operation = self.groups[&id]
-                        .lanes
-                        .iter()
-                        .flat_map(|lane| &lane.active)
-                        .next()
-                        .map_or_else(|| "between operations".into(), Exec::describe);
-                    let error = Error::PeerLost { operation, peer, cause: cause.clone() };
-                    self.break_group(id, &error, true);
-                }
-                // The others may still have sent all that is needed.
-                None => {
-                    let keys = self.groups[&id].lanes.iter().flat_map(|lane| lane.active.iter().map(|exec| exec.key));
-                    self.touched.extend(keys);
-                }
-            }
-        }
-    }
-
     /// All operations of the group end with `error`; the first error stands. `tell`: the other ranks, too.
     fn break_group(&mut self, id: GroupId, error: &Error, tell: bool) {
         let Some(group) = self.groups.get_mut(&id) else { return };
@@ -449,17 +293,6 @@ impl Driver {
         for (id, error) in expired {
             self.break_group(id, &error, true);
         }
-    }
-}
-
-/// Bytes of an inline frame besides its payload.
-const INLINE_HEADER: usize = 1 + 13 + 19 + 4;
-
-/// Does the frame's call differ from ours?
-fn clash(ours: Fingerprint, frame: &Frame) -> Option<Fingerprint> {
-    match frame {
-        Frame::Grant { call, .. } | Frame::Inline { call, .. } if *call != ours => Some(*call),
-        _ => None,
     }
 }
 
