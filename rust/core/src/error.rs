@@ -27,7 +27,9 @@ pub enum Error {
     #[error("{0}")]
     Configuration(String),
     /// Two ranks called different operations at the same point of a group's order.
-    #[error("{operation}: rank {rank} called {ours}, but rank {peer} called {theirs} (same group, same sequence number; every rank must call the same operations in the same order)")]
+    #[error(
+        "{operation}: rank {rank} called {ours}, but rank {peer} called {theirs} (same group, same sequence number; every rank must call the same operations in the same order)"
+    )]
     Mismatch {
         /// Operation with group, lane and sequence number.
         operation: String,
@@ -88,7 +90,9 @@ impl Error {
     pub fn scope(&self) -> Scope {
         match self {
             Error::Invalid(_) => Scope::Operation,
-            Error::Mismatch { .. } | Error::PeerLost { .. } | Error::Timeout { .. } | Error::Broken { .. } => Scope::Group,
+            Error::Mismatch { .. } | Error::PeerLost { .. } | Error::Timeout { .. } | Error::Broken { .. } => {
+                Scope::Group
+            }
             Error::Configuration(_) | Error::Closed(_) | Error::System { .. } => Scope::Job,
         }
     }
