@@ -53,8 +53,12 @@ const DEEP: f64 = 5.0e-3;
 /// So many drains in a row that left it deep mean that the queue is not ours; then we leave it for `TRUCE` seconds.
 const VAIN: u32 = 3;
 const TRUCE: f64 = 2.0;
-/// A rate that has grown to this multiple of what was delivered is no limit any more.
-const FREE: f64 = 3.0;
+/// The rate stays within this multiple of what the link is known to do: it may be used only in part.
+const HEADROOM: f64 = 1.5;
+/// A rate that is used to this part has proved itself.
+const USED: f64 = 0.9;
+/// After this time (seconds) without a long queue there is no limit any more.
+const CALM: f64 = 3.0;
 /// Samples over which the delivered rate is taken; long, since a queue that empties looks like a higher rate.
 const WINDOW: usize = 48;
 /// Enough while the queue only grows.
@@ -165,12 +169,13 @@ impl Pacer {
                 if self.long >= REPEATED && at - since > SETTLE {
                     self.drain(at, queue);
                 } else {
-                    if queue < SHORT {
+                    if queue < SHORT && self.latest(SHORT_WINDOW) > USED * self.rate {
                         self.good = self.rate;
                     }
                     let growth = GROWTH * ((at - since) / EAGER).exp2();
                     self.rate *= 1.0 + (growth * passed).min(MAX_GROWTH);
-                    if self.rate > FREE * self.delivered() {
+                    self.rate = self.rate.min(HEADROOM * self.link());
+                    if at - since > CALM {
                         self.free(at);
                     }
                 }
