@@ -308,7 +308,6 @@ impl Tcp {
         // know the direction, but contain the peer's being late: the smaller of the two is our queue.
         let mut queue = f64::from(rtt.saturating_sub(shortest)) * 1e-6;
         let urgent = connections[0];
-        let total = queue;
         if let Some(connection) = &mut self.connections[urgent] {
             queue = queue.min(connection.transit.queue().unwrap_or(queue));
             connection.outgoing.bare(connection.transit.probe());
@@ -316,9 +315,8 @@ impl Tcp {
         pacer.update(Sample { at, queue, acked, busy: true });
         let rate = pacer.rate() / active.len() as f64;
         log::trace!(
-            "tcp: {at:.4} rank {peer}: queue {:.0} us, total {:.0} rate {:.1} MB/s, acked {acked}",
+            "tcp: {at:.4} rank {peer}: queue {:.0} us, rate {:.1} MB/s, acked {acked}",
             queue * 1e6,
-            total * 1e6,
             rate * 1e-6
         );
         for index in &active {
