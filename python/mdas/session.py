@@ -69,6 +69,8 @@ def init(
     _refuse_forked_child()
     if _State.session is not None:
         raise Error("mdas.init() has been called already; call mdas.shutdown() first to join anew")
+    # Counted before anything can fail here: a rank that fails must not fall behind the others' count.
+    _State.generation += 1
     job = env.detect(os.environ)
     chosen = settings.read(
         os.environ,
@@ -79,7 +81,6 @@ def init(
         interface=interface,
     )
     _core.start_logging(job.rank, os.environ.get("MDAS_LOG") or "warn")
-    _State.generation += 1
     _State.session = _join(job, chosen)
 
 
@@ -94,14 +95,17 @@ def _join(job: env.Job, chosen: settings.Settings) -> Session:
     address = network.advertised_address(place.host, place.port, chosen.interface, job.local_size == job.size)
     secret = place.secret(chosen.secret)
     listener = _core.Listener(address, chosen.ports, job.rank, job.size, place.name, secret)
-    card = rendezvous.Card(address, listener.port, _core.host_identity(), _core.__version__, chosen.shared())
-    cards = [rendezvous.Card.decode(blob) for blob in place.exchange(card.encode(), secret)]
-    rendezvous.check_agreement(cards)
-    nodes = rendezvous.nodes([card.host for card in cards])
-    members = [(card.address, card.port) for card in cards]
-    configuration = json.dumps(chosen.shared())
-    left = max(deadline - time.monotonic(), 0.0)
-    engine = listener.connect(members, list(nodes), engine_settings, configuration, left)
+    try:
+        card = rendezvous.Card(address, listener.port, _core.host_identity(), _core.__version__, chosen.shared())
+        cards = [rendezvous.Card.decode(blob) for blob in place.exchange(card.encode(), secret)]
+        rendezvous.check_agreement(cards)
+        nodes = rendezvous.nodes([card.host for card in cards])
+        members = [(card.address, card.port) for card in cards]
+        configuration = json.dumps(chosen.shared())
+        left = max(deadline - time.monotonic(), 0.0)
+        engine = listener.connect(members, list(nodes), engine_settings, configuration, left)
+    finally:
+        listener.close()
     here = [rank for rank, node in enumerate(nodes) if node == nodes[job.rank]]
     return Session(
         engine=engine,

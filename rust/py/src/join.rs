@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::Mutex;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use mdas_core::bootstrap::{self, Identity};
@@ -90,6 +90,11 @@ impl Listener {
         self.address.port()
     }
 
+    /// Listens no longer. Harmless if it has connected or been closed already.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| drop(self.take()));
+    }
+
     /// Connects with all ranks, whose listeners are at `members`, and starts the engine. `nodes`: node number of
     /// every rank. `configuration`: in words, what must be equal on all ranks. `deadline` in seconds.
     fn connect(
@@ -105,9 +110,8 @@ impl Listener {
         let addresses: Result<Vec<SocketAddr>> =
             members.iter().map(|(address, port)| Ok(SocketAddr::new(ip(address)?, *port))).collect();
         let addresses = addresses.map_err(|e| errors::to_python(py, &e))?;
-        let listener = self.listener.lock().ok().and_then(|mut listener| listener.take());
-        let Some(listener) = listener else {
-            let error = Error::Invalid("this listener has connected already".into());
+        let Some(listener) = self.take() else {
+            let error = Error::Invalid("this listener has connected, or been closed, already".into());
             return Err(errors::to_python(py, &error));
         };
         let config = settings.config(self.rank, self.size, nodes.into());
@@ -116,6 +120,12 @@ impl Listener {
             let tcp = bootstrap::connect(listener, &addresses, configuration, options, deadline, keep_going)?;
             connected(tcp, config)
         })
+    }
+}
+
+impl Listener {
+    fn take(&self) -> Option<bootstrap::Listener> {
+        self.listener.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
 
