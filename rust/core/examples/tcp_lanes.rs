@@ -7,7 +7,7 @@
 //! ```
 
 use mdas_core::bootstrap::{self, Identity, Listener, local_address_towards, rendezvous};
-use mdas_core::transport::tcp::{Tcp, TcpOptions};
+use mdas_core::transport::tcp::{Pace, Tcp, TcpOptions};
 use mdas_core::transport::{Event, LandingKey, Lane, RawSpan, Transport, WriteId};
 use std::error::Error;
 use std::io::{Read, Write};
@@ -32,7 +32,7 @@ fn main() -> Outcome<()> {
     let argument = |i: usize| arguments.get(i).map(String::as_str);
     let length = Duration::from_secs_f64(argument(1).unwrap_or("5").parse()?);
     let options = TcpOptions {
-        pace: argument(2) != Some("free"),
+        pace: if argument(2) == Some("free") { Pace::Free } else { Pace::Measured },
         bulk_connections: argument(3).unwrap_or("2").parse()?,
         ..TcpOptions::default()
     };

@@ -13,7 +13,7 @@ use crate::collective::plan::{Kind, Plan, Source, Space, Span, Step};
 use crate::error::{Error, Result};
 use crate::transport::{LandingKey, RawSpan, WriteId};
 use mdas_kernels::{DType, Operand, ReduceOp, combine};
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -102,7 +102,7 @@ pub struct Exec {
     arrived: HashMap<(usize, u32), Payload>,
     grants: HashMap<(usize, u32), (LandingKey, u64)>,
     ungranted: HashMap<(usize, u32), RawSpan>,
-    in_flight: HashSet<WriteId>,
+    in_flight: HashMap<WriteId, usize>,
 }
 
 impl Exec {
@@ -142,7 +142,7 @@ impl Exec {
             arrived: HashMap::new(),
             grants: HashMap::new(),
             ungranted: HashMap::new(),
-            in_flight: HashSet::new(),
+            in_flight: HashMap::new(),
         })
     }
 
@@ -310,7 +310,7 @@ impl Exec {
             return Err(self.disagreement(peer, source.len, bytes as usize));
         }
         let id = wires.write(self.key, peer, key, source);
-        self.in_flight.insert(id);
+        self.in_flight.insert(id, peer);
         Ok(())
     }
 
@@ -325,13 +325,14 @@ impl Exec {
         }
     }
 
-    /// Who has gone will never send what we await, nor grant what we want to send.
+    /// Who has gone will never send what we await, grant what we want to send, or take what is on its way.
     fn needs_nobody_gone(&self, wires: &Wires) -> Result<()> {
         let awaited = self.ahead.front().and_then(|front| match front.step {
             Step::Store { source: Source::Message { peer, .. }, .. } => Some(self.ranks[peer]),
             _ => None,
         });
-        let missing = awaited.into_iter().chain(self.ungranted.keys().map(|&(peer, _)| peer));
+        let unsent = self.ungranted.keys().map(|&(peer, _)| peer).chain(self.in_flight.values().copied());
+        let missing = awaited.into_iter().chain(unsent);
         for peer in missing {
             if let Some(gone) = &wires.peers[peer].gone {
                 return Err(Error::PeerLost { operation: self.describe(), peer, cause: gone.cause() });

@@ -34,20 +34,31 @@ const URGENT_CHUNK_BYTES: usize = 64 << 10;
 /// Longest wait within [`Transport::close`] before the rates are looked at again.
 const CLOSING_TURN: Duration = Duration::from_millis(5);
 
+/// How fast bulk goes to one peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pace {
+    /// At the rate that the link turns out to have, so that the queues of the network stay short.
+    Measured,
+    /// As fast as TCP lets it.
+    Free,
+    /// At most this many bytes per second: a slow network for those who have none.
+    Limited(u32),
+}
+
 /// How a [`Tcp`] works.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TcpOptions {
     /// Bulk connections per peer, at least 1.
     pub bulk_connections: usize,
-    /// Keep the queues of the network short by pacing bulk at the rate that the link turns out to have.
-    pub pace: bool,
+    /// How fast bulk may go.
+    pub pace: Pace,
     /// Largest bulk write, in bytes.
     pub chunk_bytes: usize,
 }
 
 impl Default for TcpOptions {
     fn default() -> Self {
-        TcpOptions { bulk_connections: 2, pace: true, chunk_bytes: 512 << 10 }
+        TcpOptions { bulk_connections: 2, pace: Pace::Measured, chunk_bytes: 512 << 10 }
     }
 }
 
@@ -130,6 +141,10 @@ impl Tcp {
                 let lanes = std::iter::once(Lane::Urgent).chain(std::iter::repeat(Lane::Bulk));
                 for (stream, lane) in std::iter::once(urgent).chain(bulk).zip(lanes) {
                     let socket = socket::prepare(stream, lane == Lane::Urgent).map_err(system)?;
+                    if let (Pace::Limited(rate), Lane::Bulk) = (tcp.options.pace, lane) {
+                        let share = f64::from(rate) / tcp.options.bulk_connections as f64;
+                        socket::set_pacing_rate(&socket, share).map_err(system)?;
+                    }
                     connections.push(tcp.connections.len());
                     tcp.poller.add(&socket, tcp.connections.len()).map_err(system)?;
                     tcp.connections.push(Some(Connection::new(socket, peer, lane, tcp.start)));
@@ -368,7 +383,7 @@ impl Transport for Tcp {
             && let Some(connection) = &mut self.connections[index]
         {
             connection.outgoing.data(key, source, id);
-            if self.options.pace && lane == Lane::Bulk && !self.paced.contains(&peer) {
+            if self.options.pace == Pace::Measured && lane == Lane::Bulk && !self.paced.contains(&peer) {
                 self.paced.push(peer);
             }
             self.enqueue(index);
