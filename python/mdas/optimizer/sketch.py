@@ -118,7 +118,7 @@ class Sketcher:
         """Starts the first exchange; needs nothing but this rank's gradient."""
         for m in self.matrices:
             m.times_basis(gradient, m.own_p)
-        torch._foreach_copy_(self._own_whole, [gradient.views[p.index] for p in self._whole])
+        _copy(self._own_whole, [gradient.views[p.index] for p in self._whole])
         self._own_used.copy_(torch.tensor(used, dtype=torch.float32))
         self._work = self._communicator.allreduce(self._own_first, self._first, op="average", lane="urgent", tag=TAG)
 
@@ -150,7 +150,7 @@ class Sketcher:
             return used
         for m in self.matrices:
             m.expand(history, into)
-        torch._foreach_copy_([into.views[p.index] for p in self._whole], self._whole_average)
+        _copy([into.views[p.index] for p in self._whole], self._whole_average)
         self._bases.copy_(self._second)
         for m in self.matrices:
             m.orthonormalize(m.rest, m.r)
@@ -166,6 +166,12 @@ def _shape(place: Place) -> tuple[int, int]:
 def _shrinks(place: Place, rank: int) -> bool:
     rows, rest = _shape(place)
     return (rows + rest) * min(rank, rows, rest) < rows * rest
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Where all is matrices, nothing is sent whole; torch refuses an empty list."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def _cutter(flat: Tensor) -> Callable[[Sequence[int]], Tensor]:

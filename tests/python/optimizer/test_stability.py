@@ -106,18 +106,18 @@ def test_history_of_the_design():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"schedule": "sync"}, 2 * (1 + MOMENTUM)),
+        ({"schedule": "sync", "steps": 400}, 2 * (1 + MOMENTUM)),
         ({"predict": "none"}, 1 - MOMENTUM),
         ({"predict": "history"}, limit_of_history()),
-        ({"predict": "sketch"}, 2 * (1 + MOMENTUM)),  # a vector is sent whole
+        ({"predict": "sketch", "steps": 400}, 2 * (1 + MOMENTUM)),  # a vector is sent whole
         ({"predict": "sketch", "model": Matrices, "count": 6, "sketch_rank": 1, "steps": 300}, 2 * (1 + MOMENTUM)),
         (
             {"predict": "sketch+blend", "model": Matrices, "count": 6, "sketch_rank": 1, "steps": 300},
             2 * (1 + MOMENTUM),
         ),
-        ({"predict": "blend"}, 2 * (1 + MOMENTUM)),  # the ranks agree
-        ({"predict": "local"}, 2 * (1 + MOMENTUM)),
-        ({"predict": "local", "spread": 0.3}, 1.0),  # they do not: the distance between them grows
+        ({"predict": "blend", "steps": 400}, 2 * (1 + MOMENTUM)),  # the ranks agree
+        ({"predict": "local", "steps": 400}, 2 * (1 + MOMENTUM)),
+        ({"predict": "local", "spread": 0.3, "steps": 400}, 1.0),  # they do not: the distance between them grows
     ],
     ids=["sync", "none", "history", "sketch whole", "sketch", "sketch+blend", "blend", "local", "local apart"],
 )
