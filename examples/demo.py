@@ -125,11 +125,12 @@ class Watch:
 def worker(options: argparse.Namespace) -> None:
     """One rank of one training."""
     mdas.init()
-    data = load(options.data)
+    data = load(options.data, digits=options.digits)
     engine = current().engine
     recorder = Recorder(CoreCommunicator(engine, 0, engine.rank, engine.size))
     steps = fashion_mnist.steps_per_epoch(data.train, options.batch) * options.epochs
     watch = Watch(options, data.test, steps, recorder)
+    options.quiet = True
     model = fashion_mnist.train(options, data, communicator=recorder, after_step=watch.after_step)
     report = watch.report(model, data.test, data.source)
     if mdas.rank() == 0:
@@ -148,7 +149,7 @@ def run(options: argparse.Namespace, mode: Mode) -> dict[str, object]:
     command = [sys.executable, __file__, "--worker", "--report", str(report), "--data", str(options.data)]
     for name in ("epochs", "batch", "lr", "momentum", "seed"):
         command += [f"--{name}", str(getattr(options, name))]
-    command += ["--schedule", mode.schedule, "--predict", mode.predict, "--quiet"]
+    command += ["--schedule", mode.schedule, "--predict", mode.predict, *(["--digits"] if options.digits else [])]
     start = time.monotonic()
 
     def on_line(host: int, line: str) -> None:
@@ -236,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     reason = netns.unavailable()
     how = "network namespaces, tbf on the bridge's ports" if reason is None else f"the transport's own limit ({reason})"
     print(f"links of {options.rate} by {how}; {os.cpu_count()} cores", file=sys.stderr)
-    load(options.data)
+    load(options.data, digits=options.digits)
     start = time.monotonic()
     compared = []
     for mode in modes(options.ranks, options.predict):

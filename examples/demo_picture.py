@@ -24,10 +24,9 @@ def draw(compared: Sequence[tuple[Any, dict[str, Any]]], options: argparse.Names
         seconds = [point[1] for point in report["curve"]]
         accuracy = [100 * point[2] for point in report["curve"]]
         curves.plot(seconds, accuracy, color=colour, label=mode.name, linewidth=1.8)
-    curves.set(
-        xlabel="seconds of training", ylabel="test accuracy, %", title=f"{options.epochs} epochs, {options.rate}"
-    )
-    curves.legend(fontsize=8, loc="lower right")
+    title = f"{options.epochs} epoch{'s' if options.epochs > 1 else ''}, links of {options.rate}"
+    curves.set(xlabel="seconds of training", ylabel="test accuracy, %", title=title)
+    curves.legend(fontsize=8, loc="center right")
     curves.grid(alpha=0.3)
     _timeline(timeline, [(mode, report) for mode, report in compared if mode.ranks > 1])
     figure.savefig(path, dpi=110)

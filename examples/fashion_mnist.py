@@ -123,6 +123,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--predict", choices=["sketch", "sketch+blend", "blend", "history", "local", "none"], default="sketch"
     )
     parser.add_argument("--data", type=Path, default=Path("out/data"), help="where the data set is unpacked")
+    parser.add_argument("--digits", action="store_true", help="train on scikit-learn's digits: small, always there")
     parser.add_argument("--quiet", action="store_true")
 
 
@@ -132,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments(parser)
     options = parser.parse_args(argv)
     mdas.init()  # <- two
-    data = load(options.data)
+    data = load(options.data, digits=options.digits)
     if mdas.rank() == 0:
         print(f"{data.source}; {mdas.size()} processes x {options.batch} pictures", flush=True)
     train(options, data)
