@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run
 from workers import train_ddp, train_mdas
+
+from processes import run
 
 DELAYED = {"schedule": "delayed", "warmup_steps": 10, "bucket_mb": 0.004}
 
