@@ -9,8 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-import netns
 import pytest
+
+import netns
 
 pytestmark = [
     pytest.mark.skipif(netns.unavailable() is not None, reason=f"no namespaces here: {netns.unavailable()}"),
