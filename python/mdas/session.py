@@ -86,7 +86,12 @@ def init(
 
 def _join(job: env.Job, chosen: settings.Settings) -> Session:
     engine_settings = _core.EngineSettings(
-        chosen.timeout, chosen.warn_after, chosen.small_bytes, chosen.algorithm, list(chosen.progress_cpus)
+        chosen.timeout,
+        chosen.warn_after,
+        chosen.small_bytes,
+        chosen.algorithm,
+        list(chosen.progress_cpus),
+        chosen.rate_limit,
     )
     if job.size == 1:
         return Session(_core.loopback(1, engine_settings)[0], job, (0,), 0, 1)

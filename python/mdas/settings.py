@@ -35,6 +35,10 @@ class Settings:
     progress_cpus: tuple[int, ...]
     """MDAS_PROGRESS_CPUS: where the progress thread may run, e.g. 0,2-3; empty: anywhere."""
 
+    rate_limit: int | None = None
+    """MDAS_TCP_RATE_LIMIT: most bytes per second that bulk may send to one rank; a slow network for those who
+    have none."""
+
     def shared(self) -> dict[str, object]:
         """Those that must be equal on all ranks, since they decide what is sent."""
         return {"transport": self.transport, "small_bytes": self.small_bytes, "algorithm": self.algorithm}
@@ -55,6 +59,7 @@ def read(
         ConfigurationError: a value makes no sense; the message names the variable and the value.
     """
     small_bytes = environ.get("MDAS_SMALL_BYTES")
+    rate_limit = environ.get("MDAS_TCP_RATE_LIMIT")
     chosen = Settings(
         timeout=_seconds("timeout", timeout, "MDAS_TIMEOUT", environ, 300.0),
         warn_after=_seconds("warn_after", warn_after, "MDAS_WARN_AFTER", environ, 10.0),
@@ -65,6 +70,7 @@ def read(
         small_bytes=_integer("MDAS_SMALL_BYTES", small_bytes) if small_bytes else None,
         algorithm=environ.get("MDAS_ALGORITHM") or None,
         progress_cpus=_cpus(environ.get("MDAS_PROGRESS_CPUS") or ""),
+        rate_limit=_integer("MDAS_TCP_RATE_LIMIT", rate_limit) if rate_limit else None,
     )
     if chosen.transport not in TRANSPORTS:
         known = ", ".join(TRANSPORTS)

@@ -239,6 +239,8 @@ pub(crate) struct EngineSettings {
     small_bytes: Option<usize>,
     algorithm: Option<Algorithm>,
     cpus: Vec<usize>,
+    /// Bytes per second.
+    pub(crate) rate_limit: Option<u32>,
 }
 
 #[pymethods]
@@ -246,8 +248,9 @@ impl EngineSettings {
     /// `timeout`, `warn_after`: seconds without progress until an operation fails, or a warning names the late
     /// ranks. `small_bytes`: up to this size latency decides which algorithm is used. `algorithm`: use this one
     /// wherever it knows the collective. `cpus`: where the progress thread may run; empty for anywhere.
+    /// `rate_limit`: most bytes per second that bulk may send to one peer over TCP.
     #[new]
-    #[pyo3(signature = (timeout=300.0, warn_after=10.0, small_bytes=None, algorithm=None, cpus=vec![]))]
+    #[pyo3(signature = (timeout=300.0, warn_after=10.0, small_bytes=None, algorithm=None, cpus=vec![], rate_limit=None))]
     fn new(
         py: Python<'_>,
         timeout: f64,
@@ -255,6 +258,7 @@ impl EngineSettings {
         small_bytes: Option<usize>,
         algorithm: Option<&str>,
         cpus: Vec<usize>,
+        rate_limit: Option<u32>,
     ) -> PyResult<Self> {
         let algorithm = algorithm.map(|name| {
             Algorithm::named(name).ok_or_else(|| {
@@ -268,6 +272,7 @@ impl EngineSettings {
             small_bytes,
             algorithm: algorithm.transpose()?,
             cpus,
+            rate_limit,
         })
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use mdas_core::bootstrap::{self, Identity};
 use mdas_core::error::{Error, Result};
-use mdas_core::transport::tcp::TcpOptions;
+use mdas_core::transport::tcp::{Pace, TcpOptions};
 use pyo3::prelude::*;
 
 use crate::engine::{Engine, EngineSettings, connected};
@@ -116,7 +116,8 @@ impl Listener {
         };
         let config = settings.config(self.rank, self.size, nodes.into());
         interruptible(py, |keep_going| {
-            let options = TcpOptions::default();
+            let pace = settings.rate_limit.map_or(Pace::Measured, Pace::Limited);
+            let options = TcpOptions { pace, ..TcpOptions::default() };
             let tcp = bootstrap::connect(listener, &addresses, configuration, options, deadline, keep_going)?;
             connected(tcp, config)
         })

@@ -36,6 +36,7 @@ def test_ranges() -> None:
         ("MDAS_PORT_RANGE", "a-b"),
         ("MDAS_PROGRESS_CPUS", "x"),
         ("MDAS_SMALL_BYTES", "64k"),
+        ("MDAS_TCP_RATE_LIMIT", "200mbit"),
     ],
 )
 def test_nonsense_is_named(variable: str, value: str) -> None:
