@@ -180,7 +180,7 @@ def _cutter(flat: Tensor) -> Callable[[Sequence[int]], Tensor]:
 
     def cut(shape: Sequence[int]) -> Tensor:
         nonlocal start
-        part = flat[start : start + int(torch.Size(shape).numel())].view(*shape)
+        part = flat[start : start + int(torch.Size(shape).numel())].view(shape)
         start += part.numel()
         return part
 
