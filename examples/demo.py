@@ -2,10 +2,11 @@
 
     python examples/demo.py
 
-One process alone; then two processes over links of `--rate`: synchronous, plainly delayed, and delayed
-with prediction. As root the processes run in network namespaces whose links are shaped as a switch
-would (bench/netns.py); else mdas's TCP transport limits its own rate. Ends with a table and a picture;
-everything in them is measured in this run.
+One process alone; then two processes over slow links: synchronous, plainly delayed, and delayed with
+prediction. Unless `--rate` says otherwise, the links are such that exchanging the gradients takes most of
+a step of the one process, whatever this machine's speed. As root the processes run in network namespaces
+whose links are shaped as a switch would (bench/netns.py); else mdas's TCP transport limits its own rate.
+Ends with a table and a picture; everything in them is measured in this run.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from mdas.session import current  # noqa: E402
 CURVE_POINTS = 16
 """Evaluations per training, on part of the test set and off the clock."""
 TIMELINE_STEPS = 4
+EXCHANGE_SHARE = 0.8
+"""Of a step: enough to hurt where it is not hidden, little enough to hide."""
 
 
 @dataclass(frozen=True)
@@ -165,16 +168,22 @@ def run(options: argparse.Namespace, mode: Mode) -> dict[str, object]:
     return result
 
 
-def lab(ranks: int, rate: str) -> netns.Hosts:
+def slow_rate(step_seconds: float, ranks: int) -> str:
+    """Links on which a ring allreduce of the gradients takes `EXCHANGE_SHARE` of a step, in tc's notation."""
+    nbytes = sum(parameter.nbytes for parameter in fashion_mnist.Net().parameters()) * 2 * (ranks - 1) / ranks
+    return f"{max(1, round(8 * nbytes / (EXCHANGE_SHARE * step_seconds) / 1e6))}mbit"
+
+
+def lab(ranks: int, rate: str | None) -> netns.Hosts:
     """Hosts behind slow links where this machine can have them, else processes of this host."""
     if ranks == 1 or netns.unavailable():
         return netns.Localhost(ranks)
     return netns.Network(ranks, rate)
 
 
-def limit(ranks: int, rate: str) -> dict[str, str]:
+def limit(ranks: int, rate: str | None) -> dict[str, str]:
     """Without namespaces: the transport's own limit, in bytes per second."""
-    if ranks == 1 or not netns.unavailable():
+    if ranks == 1 or rate is None or not netns.unavailable():
         return {}
     return {"MDAS_TCP_RATE_LIMIT": str(parse_rate(rate) // 8)}
 
@@ -222,7 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compares the modes; or trains in one of them, as `--worker`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     fashion_mnist.arguments(parser)
-    parser.add_argument("--rate", default="200mbit", help="of every link (default: %(default)s)")
+    parser.set_defaults(batch=128, epochs=3)
+    parser.add_argument("--rate", help="of every link, such as 200mbit (default: by the speed of this machine)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="where reports and picture go")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -236,11 +246,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     reason = netns.unavailable()
     how = "network namespaces, tbf on the bridge's ports" if reason is None else f"the transport's own limit ({reason})"
-    print(f"links of {options.rate} by {how}; {os.cpu_count()} cores", file=sys.stderr)
+    print(f"{os.cpu_count()} cores; links by {how}", file=sys.stderr)
     load(options.data, digits=options.digits)
     start = time.monotonic()
-    compared = []
+    compared: list[tuple[Mode, dict[str, object]]] = []
     for mode in modes(options.ranks, options.predict):
+        if compared and options.rate is None:
+            options.rate = slow_rate(_number(compared[0][1], "step_ms") / 1e3, options.ranks)
         try:
             compared.append((mode, run(options, mode)))
         except netns.LabError as error:
@@ -251,7 +263,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     picture = options.out / "demo.png"
     draw(compared, options, picture)
     (options.out / "table.md").write_text(table(compared) + "\n")
-    print(f"\n{compared[0][1]['source']}; {options.epochs} epochs, {options.batch} pictures per process and step\n")
+    setup = f"{options.epochs} epochs, {options.batch} pictures per process and step, links of {options.rate}"
+    print(f"\n{compared[0][1]['source']}; {setup}\n")
     print(table(compared))
     print(f"\naccuracy curves and timeline: {picture} ({time.monotonic() - start:.0f} s in all)")
     return 0
