@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,6 +64,9 @@ class Collector:
         self._communicator = communicator
         self._round: Round | None = None
         self._missing: list[int] = []
+        self._taken: list[tuple[Tensor, int] | None] = []
+        """Per parameter whose hook has fired: the `param.grad` that was copied, and its version then."""
+        self._warned = False
         self._paused = False
         self._refusal: str | None = None
         self._handles: list[RemovableHandle] = [
@@ -75,6 +79,7 @@ class Collector:
         self._round = round
         round.squares = [0.0] * len(round.used)
         self._missing = [len(members) for members in self._layout.members]
+        self._taken = [None] * len(round.used)
 
     def finish(self) -> Round:
         """Fills in what no hook has brought, launches the rest, and hands the round over.
@@ -83,6 +88,7 @@ class Collector:
         any torch optimizer; where it is None, the gradient is 0 and the parameter unused.
         """
         round = self._current()
+        self._warn_of_changes()
         for place in self._layout.places:
             if not round.used[place.index]:
                 gradient = place.parameter.grad
@@ -92,7 +98,7 @@ class Collector:
                     self._take(round, place, gradient)
         self._missing = [0] * len(self._missing)
         self._launch(round)
-        self._round = None
+        self._round, self._taken = None, []
         return round
 
     @property
@@ -147,11 +153,29 @@ class Collector:
             gradient = parameter.grad
             assert gradient is not None
             self._take(round, place, gradient)
+            self._taken[index] = gradient, gradient._version
             self._missing[bucket] -= 1
             if not self._missing[bucket]:
                 self._launch(round)
 
         return collect
+
+    def _warn_of_changes(self) -> None:
+        """Clipping by hand, say, would otherwise do nothing, silently."""
+        for place, taken in zip(self._layout.places, self._taken, strict=True):
+            if taken is None or self._warned:
+                continue
+            gradient, version = taken
+            if place.parameter.grad is gradient and gradient._version == version:
+                continue
+            self._warned = True
+            warnings.warn(
+                f"p.grad of {place.name!r} was changed between backward() and step(); its exchange had already "
+                "started, so the change has no effect. Clip with DistributedOptimizer(..., max_norm=...), scale "
+                "the loss instead of the gradients, and zero them after step() or before backward().",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _take(self, round: Round, place: Place, gradient: Tensor) -> None:
         if gradient.layout != torch.strided:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -163,7 +164,41 @@ def test_zero_grad_and_overwritten_gradients(mode, set_to_none):
                 p.grad.fill_(7.0)
             optimizer.zero_grad(set_to_none=set_to_none)
 
-    check(mode, body=body)
+    with pytest.warns(UserWarning, match="the change has no effect"):
+        check(mode, body=body)
+
+
+CHANGES = {
+    "clip": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
+    "scale": lambda model: model[2].weight.grad.mul_(0.5),
+    "None": lambda model: model.zero_grad(),
+    "zero": lambda model: model.zero_grad(set_to_none=False),
+    "another": lambda model: setattr(model[2].weight, "grad", torch.zeros(24, 24)),
+    "nothing": lambda model: model[2].weight.grad.norm(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_backward_and_step_are_warned_of_once(mode, change):
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, **MODES[mode])
+        for step in range(4):
+            loss(model, step, communicator.rank).backward()
+            with optimizer.base_weights():
+                pass  # looks, and leaves everything as it was
+            CHANGES[change](model)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        on_ranks(2, body)
+    messages = [str(w.message) for w in caught if "between backward() and step()" in str(w.message)]
+    assert len(messages) == (0 if change == "nothing" else 2)  # once per optimizer
+    assert all("max_norm=" in m for m in messages)
+    if change in ("scale", "another"):
+        assert all("'2.weight'" in m for m in messages)
 
 
 def test_gradients_without_a_backward_pass(mode):
