@@ -69,7 +69,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             `torch.nn.utils.clip_grad_norm_` does; None: no clipping.
         fused: True or False to choose the update; None: fused where it fits, unless there is but one
             rank. Both give what torch gives; the generic one bit for bit, the fused one to rounding.
-        group: an `mdas` group; None: all ranks of the job.
+        group: an `mdas` group; None: all ranks of the job. Between `backward()` and `step()`, call no
+            collective of a group that holds only some of the ranks and has been given here.
         communicator: what to exchange through instead (see `mdas.communicator.Communicator`).
 
     Raises:
@@ -325,7 +326,13 @@ def _communicator(group: Group | None) -> Communicator:
     from mdas.group import Group
 
     chosen = group or Group.world(session.current().engine)
-    return CoreCommunicator(chosen.engine, chosen.id, chosen.rank, chosen.size, chosen.timeout)
+    number = chosen.id
+    if chosen.size == chosen.engine.size:
+        # Buckets leave during backward, at moments that differ from rank to rank: in a group of their own,
+        # what the user exchanges at that time cannot get between them. All ranks of the world number groups
+        # alike, and only a group of all of them is sure to make this one everywhere.
+        number = chosen.engine.new_group(list(chosen.ranks))
+    return CoreCommunicator(chosen.engine, number, chosen.rank, chosen.size, chosen.timeout)
 
 
 def _update(inner: torch.optim.Optimizer, layout: Layout, fused: bool | None) -> Update:
