@@ -9,7 +9,9 @@ needs it; do not change it before that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, overload
 
@@ -58,6 +60,7 @@ class Group:
         return self.ranks.index(self.engine.rank)
 
     def _options(self, lane: Lane, tag: int, timeout: float | None, async_op: bool) -> dict[str, Any]:
+        _check_number("tag", tag, 0xFFFF_FFFF, "tags run from")
         timeout = self.timeout if timeout is None else timeout
         return {"lane": lane, "tag": tag, "timeout": timeout, "blocking": not async_op}
 
@@ -71,10 +74,27 @@ def new_group(ranks: Sequence[int], timeout: float | None = None) -> Group:
             given to `init`.
 
     Raises:
-        InvalidArgumentError: a rank does not exist or is named twice, or there is none.
+        TypeError: `ranks` is no sequence of integers.
+        InvalidArgumentError: a rank does not exist or is named twice, or there is none, or `timeout` is not positive.
     """
     engine = current().engine
-    return Group(engine, engine.new_group(list(ranks)), tuple(ranks), timeout)
+    if not isinstance(ranks, Iterable):
+        raise TypeError(f"ranks is {ranks!r}, but must be a sequence of world ranks")
+    members = [_check_number("ranks", rank, engine.size - 1, "the world has ranks") for rank in ranks]
+    if timeout is not None and not 0 < timeout < math.inf:
+        raise InvalidArgumentError(f"timeout is {timeout}, but must be a positive, finite number of seconds")
+    return Group(engine, engine.new_group(members), tuple(members), timeout)
+
+
+def _check_number(name: str, value: object, last: int, what: str) -> int:
+    """An argument that must be an integer from 0 to `last`."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name}: {value!r} is not an integer, but a {type(value).__name__}") from None
+    if not 0 <= number <= last:
+        raise InvalidArgumentError(f"{name} is {number}, but {what} 0 to {last}")
+    return number
 
 
 def _chosen(group: Group | None) -> Group:
@@ -82,6 +102,8 @@ def _chosen(group: Group | None) -> Group:
     session = current()
     if group is None:
         return Group.world(session.engine)
+    if not isinstance(group, Group):
+        raise TypeError(f"group is {group!r}: pass a Group that mdas.new_group() made, or None for all ranks")
     if group.engine is not session.engine:
         raise InvalidArgumentError("the group was made before mdas.shutdown(): make it again with mdas.new_group()")
     _ = group.rank
@@ -228,8 +250,7 @@ def broadcast(
     Arguments, result and errors as for `allreduce`.
     """
     chosen = _chosen(group)
-    if not 0 <= root < chosen.size:
-        raise InvalidArgumentError(f"root is {root}, but the group has ranks 0 to {chosen.size - 1}")
+    root = _check_number("root", root, chosen.size - 1, "the group has ranks")
     source, target = _views(array, out)
     if out is not None:
         buffers.check_count("out", target, source.count, "the input has")
@@ -405,7 +426,7 @@ def barrier(
     group: Group | None = None,
     async_op: bool = False,
     timeout: float | None = None,
-    lane: Lane = "urgent",
+    lane: Lane = "bulk",
     tag: int = 0,
 ) -> Any:
     """Returns when every rank of the group has called it. Arguments and errors as for `allreduce`."""

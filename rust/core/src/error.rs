@@ -53,7 +53,7 @@ pub enum Error {
         cause: String,
     },
     /// Everybody is alive, but somebody did not come in time.
-    #[error("{operation}: no progress for {waited:?} (timeout {timeout:?}): {detail}")]
+    #[error("{operation}: no progress for {:.1} s (timeout {:.1} s): {detail}", .waited.as_secs_f64(), .timeout.as_secs_f64())]
     Timeout {
         /// Operation with group, lane and sequence number.
         operation: String,

@@ -8,7 +8,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A group of ranks, by number. The world is group 0.
+/// A group of ranks, by number. The world is group 0; any other number follows from the set of its ranks and
+/// from how many groups of the same set were made before, so that only the members need to agree on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GroupId(pub u32);
 
@@ -42,8 +43,8 @@ impl Call {
         }
     }
 
-    /// The part that must be equal on all ranks.
-    pub fn fingerprint(&self) -> Fingerprint {
+    /// The part that must be equal on all ranks; `members` stands for the group's ranks in order.
+    pub fn fingerprint(&self, members: u32) -> Fingerprint {
         let (op, reduce, root) = match self.op {
             Collective::Allreduce(reduce) => (0, reduce as u8, 0),
             Collective::Broadcast { root } => (1, 0, root as u32),
@@ -51,7 +52,7 @@ impl Call {
             Collective::ReduceScatter(reduce) => (3, reduce as u8, 0),
             Collective::Barrier => (4, 0, 0),
         };
-        Fingerprint { op, reduce, dtype: self.dtype as u8, root, tag: self.tag, count: self.count as u64 }
+        Fingerprint { op, reduce, dtype: self.dtype as u8, root, tag: self.tag, members, count: self.count as u64 }
     }
 }
 
@@ -68,8 +69,32 @@ pub struct Fingerprint {
     pub root: u32,
     /// Caller's mark.
     pub tag: u32,
+    /// Hash of the group's ranks, in order.
+    pub members: u32,
     /// Elements.
     pub count: u64,
+}
+
+impl Fingerprint {
+    /// In words, with what the words alone would not show to differ from `other`.
+    pub fn against(&self, other: &Fingerprint) -> String {
+        let differs = self.members != other.members;
+        let note = if differs {
+            format!(" in a group of other ranks or another order (mark {:08x})", self.members)
+        } else {
+            String::new()
+        };
+        format!("{self}{note}")
+    }
+}
+
+/// A hash of ranks that is the same on every machine (FNV-1a, folded to 32 bits).
+pub(super) fn hash_ranks(ranks: &[usize], salt: u64) -> u32 {
+    let words = std::iter::once(salt).chain(ranks.iter().map(|&rank| rank as u64));
+    let hash = words
+        .flat_map(u64::to_le_bytes)
+        .fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+    (hash >> 32) as u32 ^ hash as u32
 }
 
 impl fmt::Display for Fingerprint {

@@ -134,7 +134,7 @@ impl Driver {
 
     fn submit(&mut self, order: Order) {
         let key = order.key;
-        let fingerprint = order.call.fingerprint();
+        let fingerprint = order.fingerprint();
         let Some(group) = self.groups.get_mut(&key.group) else {
             return order.work.finish(Err(Error::Invalid(format!("group {} does not exist", key.group.0))));
         };

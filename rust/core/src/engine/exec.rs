@@ -36,6 +36,15 @@ pub struct Order {
     pub work: Arc<WorkState>,
     /// Deadline without progress.
     pub timeout: Duration,
+    /// Hash of the group's ranks.
+    pub members: u32,
+}
+
+impl Order {
+    /// What all ranks must agree on.
+    pub fn fingerprint(&self) -> Fingerprint {
+        self.call.fingerprint(self.members)
+    }
 }
 
 /// How to run it, once chosen.
@@ -118,7 +127,7 @@ impl Exec {
         let _ = order.work.started.set(monotonic_ns());
         Ok(Exec {
             key: order.key,
-            fingerprint: order.call.fingerprint(),
+            fingerprint: order.fingerprint(),
             algorithm: recipe.algorithm,
             work: order.work,
             timeout: order.timeout,
@@ -148,7 +157,8 @@ impl Exec {
 
     /// Name and number, for errors.
     pub fn describe(&self) -> String {
-        format!("{} {} ({})", self.fingerprint, self.key, self.algorithm)
+        let ranks = if self.key.group.0 == 0 { String::new() } else { format!(" of ranks {:?}", self.ranks) };
+        format!("{} {}{ranks} ({})", self.fingerprint, self.key, self.algorithm)
     }
 
     /// The peer allows message `index` to be written.

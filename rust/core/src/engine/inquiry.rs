@@ -80,7 +80,7 @@ impl Inquiry {
                 operation,
                 peer,
                 cause: format!(
-                    "{detail}; waited {:.1} s (stopped, swapping, or its network is down)",
+                    "it gave no sign of life while we waited for {:.1} s (stopped, swapping, or its network is down): {detail}",
                     waited.as_secs_f64()
                 ),
             },

@@ -18,6 +18,7 @@ mod work;
 #[cfg(test)]
 mod tests;
 
+use call::hash_ranks;
 pub use call::{Call, Fingerprint, GroupId, HeapBytes, Region};
 pub use wires::Counters;
 pub use work::{Times, Work, monotonic_ns};
@@ -27,7 +28,7 @@ use crate::error::{Error, Result};
 use crate::transport::Transport;
 use driver::{Command, Driver};
 use exec::Order;
-use progress::{Membership, Shared, lock, next_call};
+use progress::{Calls, Membership, Shared, lock, next_call};
 use protocol::OpKey;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
@@ -125,8 +126,8 @@ impl Engine {
         GroupId(0)
     }
 
-    /// A group of world ranks, numbered 0.. in the given order. Every rank of the world makes the same groups
-    /// in the same order, member or not; nothing is sent.
+    /// A group of world ranks, numbered 0.. in the given order. Its members all make it, and groups of the same set
+    /// of ranks in the same order; nothing is sent.
     ///
     /// # Errors
     /// `Invalid` for ranks that do not exist or stand there twice, or an empty list.
@@ -151,7 +152,7 @@ impl Engine {
         }
         let ranks: Arc<[usize]> = ranks.into();
         let mut calls = lock(&self.shared.calls);
-        let id = GroupId(calls.groups.len() as u32);
+        let id = group_id(&ranks, &calls);
         calls.groups.insert(id, Membership { ranks: ranks.clone(), next_seq: [0; 2] });
         calls.queue.push(Command::NewGroup(id, ranks));
         Ok(id)
@@ -181,7 +182,8 @@ impl Engine {
             let (seq, _) = next_call(&mut calls, call.group, call.lane, self.rank())?;
             let key = OpKey { group: call.group, lane: call.lane, seq };
             let timeout = call.timeout.unwrap_or(self.shared.config.timeout);
-            let order = Order { key, call: call.clone(), input, output, work: state.clone(), timeout };
+            let members = hash_ranks(&ranks, 0);
+            let order = Order { key, call: call.clone(), input, output, work: state.clone(), timeout, members };
             calls.queue.push(Command::Submit(Box::new(order)));
         }
         self.shared.kick(call.blocking);
@@ -213,6 +215,25 @@ impl Drop for Engine {
     }
 }
 
+/// The first group is the world; another one's number follows from its ranks and from how many groups of the same
+/// ranks there are, so that ranks outside need not know of it.
+fn group_id(ranks: &[usize], calls: &Calls) -> GroupId {
+    if calls.groups.is_empty() {
+        return GroupId(0);
+    }
+    let mut set = ranks.to_vec();
+    set.sort_unstable();
+    let same = |membership: &&Membership| {
+        let mut other = membership.ranks.to_vec();
+        other.sort_unstable();
+        other == set
+    };
+    let before = calls.groups.values().filter(same).count() as u64;
+    let free = |id: &GroupId| id.0 != 0 && !calls.groups.contains_key(id);
+    let candidates = (0..).map(|attempt: u64| GroupId(hash_ranks(&set, 1 + before + (attempt << 32))));
+    candidates.into_iter().find(free).unwrap_or(GroupId(0))
+}
+
 fn barrier_byte() -> Result<Region> {
     HeapBytes::zeroed(1, 1)
         .map(|bytes| Region::of(Arc::new(bytes)))
@@ -220,7 +241,7 @@ fn barrier_byte() -> Result<Region> {
 }
 
 fn check(call: &Call, input: &Region, output: &Region, size: usize) -> Result<()> {
-    let what = call.fingerprint();
+    let what = call.fingerprint(0);
     if let Collective::Allreduce(op) | Collective::ReduceScatter(op) = call.op {
         mdas_kernels::supported(op, call.dtype).map_err(|error| Error::Invalid(format!("{what}: {error}")))?;
     }

@@ -26,7 +26,7 @@ impl std::fmt::Display for OpKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let lane = if self.lane == Lane::Urgent { "urgent" } else { "bulk" };
         write!(f, "#{} on the {lane} lane of ", self.seq)?;
-        if self.group.0 == 0 { write!(f, "the world") } else { write!(f, "group {}", self.group.0) }
+        if self.group.0 == 0 { write!(f, "the world") } else { write!(f, "group {:08x}", self.group.0) }
     }
 }
 
@@ -173,6 +173,7 @@ impl Writer {
         self.u8(call.dtype);
         self.u32(call.root);
         self.u32(call.tag);
+        self.u32(call.members);
         self.u64(call.count);
     }
     /// Texts are cut so that a frame always fits.
@@ -222,6 +223,7 @@ impl<'a> Reader<'a> {
             dtype: self.u8()?,
             root: self.u32()?,
             tag: self.u32()?,
+            members: self.u32()?,
             count: self.u64()?,
         })
     }
@@ -327,13 +329,8 @@ mod tests {
     }
 
     fn call() -> impl Strategy<Value = Fingerprint> {
-        any::<(u8, u8, u8, u32, u32, u64)>().prop_map(|(op, reduce, dtype, root, tag, count)| Fingerprint {
-            op,
-            reduce,
-            dtype,
-            root,
-            tag,
-            count,
+        any::<(u8, u8, u8, u32, u32, u32, u64)>().prop_map(|(op, reduce, dtype, root, tag, members, count)| {
+            Fingerprint { op, reduce, dtype, root, tag, members, count }
         })
     }
 

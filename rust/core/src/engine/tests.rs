@@ -300,3 +300,49 @@ fn a_barrier_holds_everybody_until_the_last_has_come() {
     });
     assert!(left.iter().all(|at| *at >= Duration::from_millis(300)), "{left:?}");
 }
+
+#[test]
+fn a_group_is_known_by_its_members_alone() {
+    let engines = engines(3, LIMIT);
+    let sums = ranks(&engines, |engine| {
+        if engine.rank() == 1 {
+            // An outsider makes other groups, or none.
+            engine.new_group(vec![1]).unwrap();
+            return 0.0;
+        }
+        let (first, second) = (engine.new_group(vec![0, 2]).unwrap(), engine.new_group(vec![0, 2]).unwrap());
+        assert_ne!(first, second);
+        let order = if engine.rank() == 0 { [first, second] } else { [second, first] };
+        let works = order.map(|group| {
+            let (buffer, memory) = region(&[if group == first { 1.0 } else { 10.0 }]);
+            let call =
+                Call { group, blocking: false, ..call(engine, Collective::Allreduce(ReduceOp::Sum), DType::F64, 1) };
+            (engine.submit(call, buffer.clone(), buffer).unwrap(), memory)
+        });
+        works.iter().for_each(|(work, _)| wait(work).unwrap());
+        works.iter().map(|(_, memory)| values::<f64>(memory)[0]).sum()
+    });
+    assert_eq!(sums, [22.0, 0.0, 22.0]);
+}
+
+#[test]
+fn ranks_that_order_a_group_differently_are_told() {
+    let engines = engines(2, LIMIT);
+    let errors = ranks(&engines, |engine| {
+        let group = engine.new_group(if engine.rank() == 0 { vec![0, 1] } else { vec![1, 0] }).unwrap();
+        let (buffer, _) = region(&[0f32]);
+        let call = Call { group, ..call(engine, Collective::Broadcast { root: 0 }, DType::F32, 1) };
+        // Both believe to be the root and send at once; a second call tells at the latest.
+        let mut error = None;
+        for _ in 0..2 {
+            let work = engine.submit(call.clone(), buffer.clone(), buffer.clone()).unwrap();
+            error = error.or(wait(&work).err());
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        error.unwrap()
+    });
+    for error in errors {
+        let cause = if let Error::Broken { cause, .. } = &error { cause } else { &error };
+        assert!(matches!(cause, Error::Mismatch { .. }) && error.to_string().contains("another order"), "{error}");
+    }
+}

@@ -72,7 +72,7 @@ impl Driver {
             }
             let lane = &group.lanes[op.lane as usize];
             let active = lane.active.iter().find(|exec| exec.key == op).map(|exec| exec.fingerprint);
-            let queued = || lane.queued.iter().find(|order| order.key == op).map(|order| order.call.fingerprint());
+            let queued = || lane.queued.iter().find(|order| order.key == op).map(|order| order.fingerprint());
             let finished = || lane.finished.iter().find(|(seq, _)| *seq == op.seq).map(|(_, fingerprint)| *fingerprint);
             active.map(|f| (f, true)).or_else(|| queued().or_else(finished).map(|f| (f, false)))
         });
@@ -129,9 +129,9 @@ impl Driver {
         let error = Error::Mismatch {
             operation: format!("operation {op}"),
             rank: self.config.rank,
-            ours: ours.to_string(),
+            ours: ours.against(&theirs),
             peer,
-            theirs: theirs.to_string(),
+            theirs: theirs.against(&ours),
         };
         self.break_group(op.group, &error, true);
     }
@@ -171,7 +171,7 @@ impl Driver {
 }
 
 /// Bytes of an inline frame besides its payload.
-const INLINE_HEADER: usize = 1 + 13 + 19 + 4;
+const INLINE_HEADER: usize = 1 + 13 + 23 + 4;
 
 /// Does the frame's call differ from ours?
 pub(super) fn clash(ours: Fingerprint, frame: &Frame) -> Option<Fingerprint> {
