@@ -66,7 +66,9 @@ class Group:
 
 
 def new_group(ranks: Sequence[int], timeout: float | None = None) -> Group:
-    """Makes a group of these world ranks. All ranks of the world call it, members or not, in the same order.
+    """Makes a group of these world ranks. Its members all call it; others may. Nothing is sent.
+
+    Members that make several groups of the same set of ranks make those in the same order.
 
     Args:
         ranks: world ranks, in the order of their ranks within the group.
