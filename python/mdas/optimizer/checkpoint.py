@@ -26,8 +26,10 @@ FORMAT = 1
 
 
 def save(pipeline: Pipeline, rank: int, predict: str) -> dict[str, Any]:
-    """Waits for the exchange in flight, and changes nothing. The tensors are copies."""
-    layout, pending = pipeline.layout, pipeline.pending
+    """Waits for the exchange in flight, and changes nothing. The tensors are copies. An average that is lost
+    with a rank is left out.
+    """
+    layout, pending = pipeline.layout, pipeline.settled()
     saved: dict[str, Any] = {
         "format": FORMAT,
         "rank": rank,
@@ -50,7 +52,6 @@ def save(pipeline: Pipeline, rank: int, predict: str) -> dict[str, Any]:
         places = layout.places
         saved["bases"] = {places[m.index].name: m.basis.clone() for m in pipeline.sketcher.matrices}
     if pending is not None:
-        pending.settle(pipeline.exchange)
         assert pending.tally is not None
         saved["pending"] = {
             "average": _named(layout, pending.average),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from mdas.optimizer import checkpoint
 from mdas.optimizer.agreement import average_tensors, broadcast_tensors, require_agreement
 from mdas.optimizer.buckets import Layout
 from mdas.optimizer.fused import FusedUpdate, why_not_fused
-from mdas.optimizer.hooks import Collector
+from mdas.optimizer.hooks import Collector, Round
 from mdas.optimizer.inspection import check_options, describe, needs_closure, trained_parameters
 from mdas.optimizer.pipeline import Pipeline
 from mdas.optimizer.predict import PREDICTIONS
@@ -149,10 +149,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """One step with this rank's gradients. Every rank calls it equally often, whatever its gradients.
 
         A parameter that no rank has used does not move. If the average is not finite, no rank applies it.
+        After a step that failed or was interrupted, none can follow: what it has done differs between ranks.
+        `state_dict()` of module and optimizer still work, without an average that has been lost.
         `closure`, if given, is evaluated first (once; by LBFGS as often as it likes), and its value returned.
         """
-        if self._closed:
-            raise RuntimeError("this mdas.DistributedOptimizer is closed")
+        self._collector.require_round()
         if self._weights.lent:
             raise RuntimeError("optimizer.step() within base_weights(): leave it first")
         self._refuse_newcomers()
@@ -164,8 +165,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         together = self._pipeline.measured.steps < self._warmup_steps
-        self._pipeline.step(self._collector.finish(), snapshot(self.param_groups), together=together)
-        self._collector.begin(self._pipeline.new_round())
+        with self._finished_round() as round:
+            self._pipeline.step(round, snapshot(self.param_groups), together=together)
         # A scheduler that was built on the wrapped optimizer asks it whether it has made a step.
         self._inner._opt_called = True  # type: ignore[attr-defined]
         return loss
@@ -178,9 +179,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         def averaged() -> Tensor:
             with torch.enable_grad():
                 loss = closure()
-            round = self._collector.finish()
-            self._pipeline.average_into_grads(round)
-            self._collector.begin(self._pipeline.new_round())
+            with self._finished_round() as round:
+                self._pipeline.average_into_grads(round)
             value = torch.as_tensor(loss).detach().reshape(1).double()
             self._communicator.allreduce(value, value, op="average", lane="urgent", tag=LOSS_TAG).wait()
             return value[0].to(torch.as_tensor(loss).dtype)
@@ -279,6 +279,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises InvalidArgumentError if it is of another model, or of another version's format.
         """
+        self._collector.require_round()
         if self._collector.started:
             raise RuntimeError("load_state_dict() between backward() and step(): call it between steps")
         if self._weights.lent:
@@ -298,19 +299,36 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def close(self) -> None:
         """Ends training: applies the average in flight, leaves the base weights in the module, and removes
-        all hooks. Not collective. The wrapped optimizer can be used, or wrapped again, afterwards.
+        all hooks. Not collective; an average that has been lost with a rank is left out. The wrapped optimizer can be used, or wrapped again, afterwards.
         """
         if self._closed:
             return
-        self._closed = True
+        if self._weights.lent:
+            raise RuntimeError("close() within base_weights(): leave it first")
+        self._pipeline.end()
         self._collector.close()
         self._weights.close()
-        self._pipeline.finish()
+        self._closed = True
 
     def __repr__(self) -> str:
         who = f"rank {self._communicator.rank} of {self._communicator.size}"
         how = "sync" if math.isinf(self._warmup_steps) else f"delayed, predict={self._predict!r}"
         return f"DistributedOptimizer({how}, {self._update.name} update, {who}, of {self._inner!r})"
+
+    @contextmanager
+    def _finished_round(self) -> Iterator[Round]:
+        """The round that a step uses up. If that fails, later uses say what happened."""
+        round = self._collector.finish()
+        try:
+            yield round
+        except BaseException as error:
+            self._collector.end(
+                f"the last step() failed with {type(error).__name__}: {str(error) or 'it was interrupted'}. The ranks "
+                "are out of step, and this optimizer cannot go on: save what you need (state_dict() works), then "
+                "restart all ranks from a checkpoint"
+            )
+            raise
+        self._collector.begin(self._pipeline.new_round())
 
     def _refuse_newcomers(self) -> None:
         """A parameter that was frozen at the start has no bucket."""

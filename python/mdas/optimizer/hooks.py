@@ -69,6 +69,7 @@ class Collector:
         self._warned = False
         self._paused = False
         self._refusal: str | None = None
+        self._why_ended = ""
         self._handles: list[RemovableHandle] = [
             place.parameter.register_post_accumulate_grad_hook(self._hook(place))  # type: ignore[no-untyped-call]
             for place in layout.places
@@ -124,14 +125,23 @@ class Collector:
         finally:
             self._refusal = before
 
+    def require_round(self) -> None:
+        """Raises RuntimeError, with the reason, after the end."""
+        self._current()
+
+    def end(self, why: str) -> None:
+        """From now on gradients are refused, for this reason."""
+        self._round, self._why_ended = None, why
+
     def close(self) -> None:
         """Removes the hooks."""
+        self.end("this mdas.DistributedOptimizer is closed")
         for handle in self._handles:
             handle.remove()
 
     def _current(self) -> Round:
         if self._round is None:
-            raise RuntimeError("this mdas.DistributedOptimizer is closed")
+            raise RuntimeError(self._why_ended)
         return self._round
 
     def _hook(self, place: Place) -> Callable[[Tensor], None]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mdas.communicator import Communicator, Work
+from mdas.errors import Error
 from mdas.optimizer import kernels
 from mdas.optimizer.buckets import Layout, Vector
 from mdas.optimizer.hooks import Round
@@ -80,6 +81,7 @@ class Pipeline:
         """c = h + Q of the last delayed step."""
         if prediction is not None and prediction.sketch:
             self.sketcher, self.sketched = Sketcher(layout, communicator, sketch_rank), layout.vector()
+        self._lost = False
         self._contribution = Tally()
         self._ended = time.perf_counter()
 
@@ -130,14 +132,33 @@ class Pipeline:
         if self.base is None:
             return None
         weights = self.layout.vector()
-        change = None
-        if self.pending is not None:
-            self.pending.settle(self.exchange)
-            square = kernels.squared_norm(self.pending.average)
+        change, pending = None, self.settled()
+        if pending is not None:
+            square = kernels.squared_norm(pending.average)
             if math.isfinite(square):
-                change = self._real(self.pending, square)
+                change = self._real(pending, square)
         self._update.run(self.base, None, weights.views, change)
         return weights
+
+    def settled(self) -> Round | None:
+        """The round in flight, once its average has arrived; None if there is none, or if it never will,
+        because a rank is gone: what can be saved then is what there was before it.
+        """
+        if self.pending is None:
+            return None
+        try:
+            self.pending.settle(self.exchange)
+        except Error as error:
+            if not self._lost:
+                self._lost = True
+                logger.warning("the last average gradient is lost, base weights are those before it: %s", error)
+            return None
+        return self.pending
+
+    def end(self) -> None:
+        """As `finish`, but an average that is lost is left out."""
+        self.pending = self.settled()
+        self.finish()
 
     def restart(self) -> None:
         """The parameters as they are become the base weights; what is in flight is dropped."""

@@ -96,18 +96,19 @@ class BaseWeights:
         return self._weights
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        lending = None
-        if not module.training:
-            lending = self.lend()
-            lending.__enter__()
-            if self._lent and torch.is_grad_enabled() and not self._warned:
-                self._warned = True
-                logger.warning(
-                    "a forward pass in evaluation mode sees the base weights; it was made with gradients enabled, and "
-                    "backward() from it will fail. Evaluate under torch.no_grad(). To train layers in evaluation mode, "
-                    "leave the module itself in training mode and call eval() on its submodules."
-                )
+        lending = None if module.training else self.lend()
+        # Before anything can fail: _after_forward is called even then.
         self._forwards.append(lending)
+        if lending is None:
+            return
+        lending.__enter__()
+        if self._lent and torch.is_grad_enabled() and not self._warned:
+            self._warned = True
+            logger.warning(
+                "a forward pass in evaluation mode sees the base weights; it was made with gradients enabled, and "
+                "backward() from it will fail. Evaluate under torch.no_grad(). To train layers in evaluation mode, "
+                "leave the module itself in training mode and call eval() on its submodules."
+            )
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         lending = self._forwards.pop()

@@ -12,6 +12,7 @@ import torch
 
 from mdas import _core
 from mdas.communicator import CoreCommunicator
+from mdas.errors import PeerLostError
 
 T = TypeVar("T")
 DEADLINE = 60.0
@@ -53,7 +54,7 @@ class FakeWork:
         with network.changed:
             came = network.changed.wait_for(lambda: self.finished or network.broken, timeout or DEADLINE)
             if not self.finished:
-                raise RuntimeError("a rank failed") if came else TimeoutError("a rank did not come")
+                raise PeerLostError("a rank failed") if came else TimeoutError("a rank did not come")
 
     def times(self) -> tuple[int, int, int] | None:
         return (self.start, self.start, self.end) if self.finished else None

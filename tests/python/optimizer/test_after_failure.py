@@ -1,0 +1,132 @@
+"""What is left to do after a step that failed: look, save, close."""
+
+import logging
+import threading
+import warnings
+
+import pytest
+import torch
+from ranks import DEADLINE, FakeNetwork, on_ranks
+
+from mdas.errors import PeerLostError
+from training import base, batch, flat, loss, mlp, train, wrapped
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_after_a_lost_rank_base_weights_can_be_saved(steps, fused, caplog):
+    """Rank 1 leaves after some steps, whose averages all arrive; that of rank 0's next one never does."""
+    network = FakeNetwork(2)
+    settled = threading.Event()
+
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, predict="history", fused=fused)
+        train(optimizer, model, range(steps), communicator.rank)
+        if communicator.rank == 1:
+            assert settled.wait(DEADLINE)
+            network.fail(1)
+            return
+        expected = base(model, optimizer)
+        settled.set()
+        with pytest.raises(PeerLostError):
+            train(optimizer, model, range(steps, steps + 2), 0)
+        assert not torch.equal(flat(model), expected)
+
+        with pytest.raises(RuntimeError, match=r"last step\(\) failed with PeerLostError: a rank failed"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match=r"last step\(\) failed with PeerLostError"):
+            loss(model, 0, 0).backward()
+        model.zero_grad()
+        state = model.state_dict()
+        assert torch.equal(torch.cat([value.reshape(-1) for value in state.values()]), expected)
+        saved = optimizer.state_dict()["mdas"]
+        assert saved["pending"] is None
+        assert torch.equal(saved["base"]["2.weight"], state["2.weight"])
+        x, twin = batch(0, 0)[0], mlp()
+        twin.load_state_dict(state)
+        with torch.no_grad():
+            assert torch.equal(model.eval()(x), twin(x))
+        optimizer.close()
+        optimizer.close()
+        assert torch.equal(flat(model), expected)
+        with pytest.raises(RuntimeError, match="is closed"):
+            optimizer.step()
+
+    with caplog.at_level(logging.WARNING, "mdas.optimizer"):
+        on_ranks(2, body, network)
+    assert ["average gradient is lost" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_after_an_interrupt_it_says_so(monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, predict="history")
+        train(optimizer, model, range(3), communicator.rank)
+        expected = base(model, optimizer)
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer._pipeline, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                train(optimizer, model, range(3, 4), communicator.rank)
+        for use in (optimizer.step, lambda: optimizer.load_state_dict(optimizer.state_dict())):
+            with pytest.raises(RuntimeError, match=r"failed with KeyboardInterrupt: .*restart all ranks from a check"):
+                use()
+        assert torch.equal(base(model, optimizer), expected)
+        optimizer.close()
+        assert torch.equal(flat(model), expected)
+
+    on_ranks(2, body)
+
+
+def test_close_can_be_repeated_after_it_failed(monkeypatch):
+    """And never leaves forward weights behind."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, predict="history")
+        train(optimizer, model, range(3), communicator.rank)
+        expected = base(model, optimizer)
+        with optimizer.base_weights(), pytest.raises(RuntimeError, match="within base_weights"):
+            optimizer.close()
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer._pipeline, "settled", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.close()
+        optimizer.close()
+        assert torch.equal(flat(model), expected)
+
+    on_ranks(2, body)
+
+
+def test_an_evaluation_without_base_weights_fails_with_their_error_only(monkeypatch):
+    def fails():
+        raise ZeroDivisionError
+
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, predict="history")
+        train(optimizer, model, range(3), communicator.rank)
+        model.eval()
+        x = batch(0, 0)[0]
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(optimizer._pipeline, "preview", fails)
+            for _ in range(2):
+                with pytest.raises(ZeroDivisionError):
+                    model(x)
+        with torch.no_grad():
+            seen = model(x)
+        with optimizer.base_weights(), torch.no_grad():
+            assert torch.equal(seen, model.train()(x))
+        train(optimizer, model, range(3, 5), communicator.rank)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on_ranks(2, body)
