@@ -72,6 +72,7 @@ class Watch:
         self._options, self._steps, self._recorder = options, steps, recorder
         self._probe = Split(test.images[:2000], test.labels[:2000])
         self._warmup = min(110, steps // 2)
+        self._between = max(1, steps // CURVE_POINTS)
         self._begin = self._mark = time.monotonic_ns()
         self._paused = self._paused_at_warmup = 0
         self._steady_from = self._begin
@@ -84,7 +85,7 @@ class Watch:
         if step == self._warmup:
             self._recorder.forget()
             self._steady_from, self._paused_at_warmup = time.monotonic_ns(), self._paused
-        if step % max(1, self._steps // CURVE_POINTS) == 0 or step == self._steps:
+        if step % self._between == 0 or step == self._steps:
             self._evaluate(step, model)
 
     def _evaluate(self, step: int, model: nn.Module) -> None:
@@ -104,8 +105,9 @@ class Watch:
         """What one rank has seen."""
         seconds = (self.step_ends[-1] - self._steady_from - self._paused + self._paused_at_warmup) / 1e9
         steps = self._steps - self._warmup
-        first = self.step_ends[-TIMELINE_STEPS - 12]
-        last = self.step_ends[-12]
+        # Halfway between the last two evaluations, whose pauses belong to no step.
+        middle = self._steps - self._steps % self._between - self._between // 2
+        first, last = self.step_ends[middle - TIMELINE_STEPS // 2 - 1], self.step_ends[middle + TIMELINE_STEPS // 2 - 1]
         return {
             "source": source,
             "images_per_second": steps * self._options.batch * mdas.size() / seconds,
