@@ -20,7 +20,7 @@ from mdas.optimizer.agreement import average_tensors, broadcast_tensors, require
 from mdas.optimizer.buckets import Layout
 from mdas.optimizer.fused import FusedUpdate, why_not_fused
 from mdas.optimizer.hooks import Collector, Round
-from mdas.optimizer.inspection import check_options, describe, needs_closure, trained_parameters
+from mdas.optimizer.inspection import check_options, check_types, describe, needs_closure, trained_parameters
 from mdas.optimizer.pipeline import Pipeline
 from mdas.optimizer.predict import PREDICTIONS
 from mdas.optimizer.tally import Tally
@@ -76,6 +76,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Raises:
         MismatchError: on every rank, if models or options differ; names the first difference.
         InvalidArgumentError: an option makes no sense, or the model cannot be trained this way.
+        TypeError: not an optimizer and a module, in this order.
         NotInitializedError: neither `mdas.init()` nor a communicator.
     """
 
@@ -94,6 +95,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         group: Group | None = None,
         communicator: Communicator | None = None,
     ) -> None:
+        check_types(optimizer, module)
+        if isinstance(optimizer, DistributedOptimizer):
+            raise InvalidArgumentError(
+                "the optimizer is a DistributedOptimizer already: wrap a torch optimizer, once. To wrap it anew, "
+                "close() the first DistributedOptimizer and pass the torch optimizer again"
+            )
         check_options(optimizer, schedule, predict, sketch_rank, warmup_steps, bucket_mb, max_norm)
         named = trained_parameters(optimizer, module)
         communicator = communicator or _communicator(group)
@@ -298,8 +305,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def close(self) -> None:
-        """Ends training: applies the average in flight, leaves the base weights in the module, and removes
-        all hooks. Not collective; an average that has been lost with a rank is left out. The wrapped optimizer can be used, or wrapped again, afterwards.
+        """Ends training: applies the average in flight (unless it was lost with a rank), leaves the base
+        weights in the module, and removes all hooks. Not collective. The wrapped optimizer can be used, or
+        wrapped again, afterwards.
         """
         if self._closed:
             return

@@ -158,7 +158,9 @@ class Collector:
                     f"parameter {place.name!r} got a second gradient before optimizer.step(): its first "
                     "is already being exchanged. Accumulate over several backward passes under "
                     "`with optimizer.no_sync():`, all but the last one; and call step() after every "
-                    "backward pass outside it."
+                    "backward pass outside it. If a backward pass has raised an exception, call step() for it all "
+                    "the same, since all ranks make the same number of steps: gradients it has not reached count as "
+                    "p.grad stands, None as zero."
                 )
             gradient = parameter.grad
             assert gradient is not None

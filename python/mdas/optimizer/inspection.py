@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+from numbers import Real
 
 import torch
 from torch import nn
@@ -13,6 +15,15 @@ from mdas.optimizer.predict import PREDICTIONS
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def check_types(optimizer: object, module: object) -> None:
+    """Raises TypeError if they are not an optimizer and a module, in this order."""
+    if not (isinstance(optimizer, torch.optim.Optimizer) and isinstance(module, nn.Module)):
+        raise TypeError(
+            "DistributedOptimizer(optimizer, module, ...): first a torch.optim.Optimizer, then the nn.Module that it "
+            f"trains, not {type(optimizer).__name__} and {type(module).__name__}"
+        )
 
 
 def check_options(
@@ -28,14 +39,15 @@ def check_options(
         raise InvalidArgumentError(f'schedule={schedule!r}: choose "delayed" or "sync"')
     if predict not in PREDICTIONS:
         raise InvalidArgumentError(f"predict={predict!r}: choose one of {', '.join(PREDICTIONS)}")
-    if sketch_rank < 1:
-        raise InvalidArgumentError(f"sketch_rank={sketch_rank}: at least 1")
-    if warmup_steps < 0:
-        raise InvalidArgumentError(f"warmup_steps={warmup_steps}: at least 0")
-    if bucket_mb <= 0:
-        raise InvalidArgumentError(f"bucket_mb={bucket_mb}: more than 0")
-    if max_norm is not None and not max_norm > 0:
-        raise InvalidArgumentError(f"max_norm={max_norm}: more than 0, or None")
+    # Written so that NaN passes none of them.
+    if not (isinstance(sketch_rank, int) and sketch_rank >= 1):
+        raise InvalidArgumentError(f"sketch_rank={sketch_rank!r}: an int, at least 1")
+    if not (isinstance(warmup_steps, Real) and warmup_steps >= 0):
+        raise InvalidArgumentError(f"warmup_steps={warmup_steps!r}: a number, at least 0")
+    if not (isinstance(bucket_mb, Real) and 0 < bucket_mb < math.inf):
+        raise InvalidArgumentError(f"bucket_mb={bucket_mb!r}: a finite number of MiB, more than 0")
+    if not (max_norm is None or (isinstance(max_norm, Real) and max_norm > 0)):
+        raise InvalidArgumentError(f"max_norm={max_norm!r}: a number, more than 0, or None")
     if schedule == "delayed" and needs_closure(optimizer):
         raise InvalidArgumentError(
             f"{type(optimizer).__name__} evaluates the loss several times per step, at weights that depend on "

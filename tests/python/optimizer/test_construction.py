@@ -1,5 +1,7 @@
 """What is refused, and how ranks come to start from the same weights."""
 
+import math
+
 import pytest
 import torch
 from ranks import on_core_ranks, on_ranks
@@ -82,16 +84,41 @@ def test_different_hyper_parameters_are_refused_on_all_ranks():
     [
         ({"schedule": "later"}, '"delayed" or "sync"'),
         ({"predict": "oracle"}, "sketch, sketch\\+blend, blend"),
-        ({"sketch_rank": 0}, "at least 1"),
-        ({"warmup_steps": -1}, "at least 0"),
-        ({"bucket_mb": 0}, "more than 0"),
-        ({"max_norm": -1.0}, "more than 0"),
+        ({"sketch_rank": 0}, "sketch_rank=0: .*at least 1"),
+        ({"sketch_rank": 2.5}, "sketch_rank=2.5: an int"),
+        ({"warmup_steps": -1}, "warmup_steps=-1: .*at least 0"),
+        ({"warmup_steps": math.nan}, "warmup_steps=nan: .*at least 0"),
+        ({"bucket_mb": 0}, "bucket_mb=0: .*more than 0"),
+        ({"bucket_mb": math.nan}, "bucket_mb=nan: a finite number"),
+        ({"bucket_mb": math.inf}, "bucket_mb=inf: a finite number"),
+        ({"bucket_mb": "4"}, "bucket_mb='4': a finite number"),
+        ({"max_norm": -1.0}, "max_norm=-1.0: .*more than 0"),
+        ({"max_norm": math.nan}, "max_norm=nan: .*more than 0"),
     ],
 )
 def test_options_that_make_no_sense(options, message):
     with pytest.raises(InvalidArgumentError, match=message):
         DistributedOptimizer(sgd(mlp()), model := mlp(), communicator=None, **options)
     assert model is not None
+
+
+def test_arguments_in_the_wrong_order():
+    model = mlp()
+    with pytest.raises(TypeError, match=r"first a torch.optim.Optimizer, then the nn.Module .* not Sequential and SGD"):
+        DistributedOptimizer(model, sgd(model))
+
+
+def test_wrapping_twice():
+    def body(communicator):
+        model = mlp()
+        inner = sgd(model)
+        optimizer = wrapped(model, communicator, lambda m: inner)
+        with pytest.raises(InvalidArgumentError, match="is a DistributedOptimizer already"):
+            DistributedOptimizer(optimizer, model, communicator=communicator)
+        optimizer.close()
+        train(wrapped(model, communicator, lambda m: inner), model, range(1), communicator.rank)
+
+    on_ranks(2, body)
 
 
 def test_models_that_cannot_be_trained_this_way():

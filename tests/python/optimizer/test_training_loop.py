@@ -268,6 +268,30 @@ def test_a_second_backward_pass_is_refused(mode):
     on_ranks(2, body)
 
 
+def test_a_backward_pass_that_raises_still_needs_its_step(mode):
+    """As the message says; zeroing gradients does not take back what has been launched."""
+
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, **MODES[mode])
+        for step in range(6):
+            optimizer.zero_grad()
+            if (step, communicator.rank) == (3, 1):
+                handle = model[2].weight.register_hook(lambda grad: 1 // 0)
+                with pytest.raises(ZeroDivisionError):
+                    loss(model, step, 1).backward()
+                handle.remove()
+                with pytest.raises(RuntimeError, match=r"has raised an exception, call step\(\) for it all the same"):
+                    loss(model, step, 1).backward()
+            else:
+                loss(model, step, communicator.rank).backward()
+            optimizer.step()
+        return base(model, optimizer)
+
+    out = on_ranks(2, body)
+    assert torch.equal(out[0], out[1])
+
+
 def test_averaged_grad(mode):
     def body(communicator):
         model = mlp()
