@@ -27,9 +27,11 @@ def view(array: object, *, writable: bool) -> _core.View:
     Raises:
         TypeError: it is none of these, strided or overlapping, on another device, or read-only.
     """
-    torch = sys.modules.get("torch")
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(array, torch.Tensor):
         return _tensor_view(array, writable=writable)
+    if numpy is not None and isinstance(array, numpy.ndarray) and array.ndim == 0:
+        array = array.reshape(1)  # a view; buffers without a shape have none to check
     return _core.View.from_buffer(array, writable)
 
 
@@ -53,8 +55,15 @@ def _tensor_view(tensor: torch.Tensor, *, writable: bool) -> _core.View:
     if writable and not tensor.is_inference():
         # In-place results must make autograd refuse what it had saved, as torch's own operations do.
         torch.autograd.graph.increment_version(tensor)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return _core.View.from_address(tensor.data_ptr(), tensor.numel(), dtype, tensor)
+    return storage_view(tensor)
+
+
+def storage_view(tensor: torch.Tensor) -> _core.View:
+    """The memory of a contiguous CPU tensor, kept alive by the view even if the tensor gets another storage."""
+    # Not `tensor` itself: `tensor.data = ...` and `tensor.set_()` would let go of the memory.
+    held = tensor.detach()
+    dtype = str(held.dtype).removeprefix("torch.")
+    return _core.View.from_address(held.data_ptr(), held.numel(), dtype, held)
 
 
 def empty_like(array: Any, shape: tuple[int, ...]) -> Any:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
+from mdas import buffers
+
 if TYPE_CHECKING:
     from mdas import _core
 
@@ -140,9 +142,6 @@ class CoreCommunicator:
 
 def _view(tensor: torch.Tensor) -> _core.View:
     """The tensor's memory, kept alive by the view."""
-    from mdas import _core
-
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise TypeError(f"a communicator takes contiguous CPU tensors, not {tensor.device} {tensor.stride()}")
-    name = str(tensor.dtype).removeprefix("torch.")
-    return _core.View.from_address(tensor.data_ptr(), tensor.numel(), name, tensor)
+    return buffers.storage_view(tensor)

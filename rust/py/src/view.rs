@@ -36,7 +36,7 @@ impl View {
         let what = obj.get_type().name()?;
         let buffer = PyUntypedBuffer::get(obj).map_err(|cause| {
             let refused = PyTypeError::new_err(format!(
-                "{what} is neither a torch tensor nor does it offer its memory as a buffer: \
+                "{what} is neither a torch tensor nor does it offer its memory as a buffer ({cause}): \
                  pass a tensor, a numpy array, an array.array, a bytearray or a memoryview"
             ));
             refused.set_cause(obj.py(), Some(cause));

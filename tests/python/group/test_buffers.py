@@ -14,6 +14,8 @@ import torch
 
 import mdas
 import processes
+from mdas import buffers
+from mdas.communicator import CoreCommunicator
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +50,42 @@ def test_tensors_of_all_types_and_shapes() -> None:
             assert torch.equal(out, tensor)
     flags = torch.tensor([True, False])
     assert mdas.allreduce(flags, "max").tolist() == [True, False]
+
+
+def test_arrays_without_dimensions() -> None:
+    array = np.array(2.5)
+    assert mdas.allreduce(array) is array
+    assert array[()] == 2.5
+    out = np.zeros((), np.float32)
+    mdas.allreduce(np.array(7, np.float32), out=out)
+    assert out[()] == 7
+    assert mdas.allgather(np.array(1.5)).tolist() == [1.5]
+    with pytest.raises(TypeError, match="float is neither a torch tensor nor .*bytes-like object is required"):
+        mdas.allreduce(1.0)
+
+
+@pytest.mark.parametrize("replace", ["data", "set_"])
+@pytest.mark.parametrize("through", ["group", "communicator"])
+def test_memory_outlives_a_tensor_that_got_another_storage(replace: str, through: str) -> None:
+    zero, one = mdas._core.loopback(2)
+    tensor = torch.ones(30_000)
+    if through == "group":
+        view = buffers.view(tensor, writable=True)
+        work = zero.allreduce(0, view, view)
+        del view
+    else:
+        work = CoreCommunicator(zero, 0, 0, 2).allreduce(tensor, tensor)
+    if replace == "data":
+        tensor.data = torch.zeros(1)
+    else:
+        tensor.set_(torch.zeros(1))
+    # One of these would get the memory, had it been freed.
+    others = [torch.full((30_000,), 7.0) for _ in range(8)]
+    theirs = torch.ones(30_000)
+    CoreCommunicator(one, 0, 1, 2).allreduce(theirs, theirs).wait(30)
+    work.wait(30)
+    assert torch.equal(theirs, torch.full((30_000,), 2.0))
+    assert all(bool((other == 7).all()) for other in others)
 
 
 def test_new_arrays_have_the_kind_and_type_of_the_input() -> None:
@@ -134,9 +172,25 @@ def test_wrong_arguments_say_which_are_right() -> None:
         mdas.barrier(lane="fast")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="root is 1, but the group has ranks 0 to 0"):
         mdas.broadcast(np.zeros(1), 1)
-    for timeout in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="not a finite number of seconds"):
+    for timeout in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="timeout is .*positive, finite number of seconds"):
             mdas.barrier(timeout=timeout)
+        with pytest.raises(ValueError, match="timeout is .*positive, finite number of seconds"):
+            mdas.new_group([0], timeout=timeout)
+        with pytest.raises(ValueError, match="timeout is .*positive, finite number of seconds"):
+            mdas.barrier(async_op=True).wait(timeout)
+    for group in (0, [0]):
+        with pytest.raises(TypeError, match=r"group is .*: pass a Group that mdas.new_group\(\) made"):
+            mdas.barrier(group=group)  # type: ignore[call-overload]
+    for tag in (-1, 2**32):
+        with pytest.raises(ValueError, match=f"tag is {tag}, but tags run from 0 to 4294967295"):
+            mdas.barrier(tag=tag)
+    with pytest.raises(ValueError, match="ranks is -1, but the world has ranks 0 to 0"):
+        mdas.new_group([-1])
+    with pytest.raises(TypeError, match="ranks is 0, but must be a sequence of world ranks"):
+        mdas.new_group(0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="root: '0' is not an integer, but a str"):
+        mdas.broadcast(np.zeros(1), "0")  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="async_op=True needs out="):
         mdas.allgather(np.zeros(1), async_op=True)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="pass a writable buffer as out="):
