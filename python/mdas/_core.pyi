@@ -6,6 +6,7 @@ from typing import Any, Final, final
 from typing_extensions import Buffer
 
 __all__ = [
+    "ALGORITHMS",
     "Adam",
     "ClosedError",
     "CollectiveTimeoutError",
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 __version__: Final[str]
+ALGORITHMS: Final[list[str]]
 
 # Exceptions: see mdas.errors.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from mdas import _core, env, network, rendezvous, settings
 from mdas.errors import ClosedError, Error, NotInitializedError
 
-_EXIT_SECONDS = 1.0
+_EXIT_SECONDS = 3.5
 """A script that never calls `shutdown` leaves others' last bytes this long without progress."""
 
 
@@ -80,7 +80,7 @@ def init(
         secret=secret,
         interface=interface,
     )
-    _core.start_logging(job.rank, os.environ.get("MDAS_LOG") or "warn")
+    _core.start_logging(job.rank, chosen.log)
     _State.session = _join(job, chosen)
 
 

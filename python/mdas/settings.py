@@ -7,9 +7,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mdas import _core
 from mdas.errors import ConfigurationError
 
 TRANSPORTS = ("auto", "tcp")
+LOG_LEVELS = ("off", "error", "warn", "info", "debug", "trace")
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Settings:
     """MDAS_ALGORITHM: use this one wherever it fits."""
     progress_cpus: tuple[int, ...]
     """MDAS_PROGRESS_CPUS: where the progress thread may run, e.g. 0,2-3; empty: anywhere."""
+    log: str
+    """MDAS_LOG: a level, or levels of modules as in `warn,mdas_core::engine=debug`."""
 
     rate_limit: int | None = None
     """MDAS_TCP_RATE_LIMIT: most bytes per second that bulk may send to one rank; a slow network for those who
@@ -67,14 +71,18 @@ def read(
         secret=secret or environ.get("MDAS_SECRET") or None,
         interface=interface or environ.get("MDAS_SOCKET_IFNAME") or None,
         ports=_range("MDAS_PORT_RANGE", environ.get("MDAS_PORT_RANGE") or "0-0", 65535),
-        small_bytes=_integer("MDAS_SMALL_BYTES", small_bytes) if small_bytes else None,
+        small_bytes=_integer("MDAS_SMALL_BYTES", small_bytes, 2**63 - 1) if small_bytes else None,
         algorithm=environ.get("MDAS_ALGORITHM") or None,
         progress_cpus=_cpus(environ.get("MDAS_PROGRESS_CPUS") or ""),
-        rate_limit=_integer("MDAS_TCP_RATE_LIMIT", rate_limit) if rate_limit else None,
+        log=_log(environ.get("MDAS_LOG") or "warn"),
+        rate_limit=_integer("MDAS_TCP_RATE_LIMIT", rate_limit, 2**32 - 1) if rate_limit else None,
     )
     if chosen.transport not in TRANSPORTS:
         known = ", ".join(TRANSPORTS)
         raise ConfigurationError(f"transport {chosen.transport!r} (MDAS_TRANSPORT) is not one of {known}")
+    if chosen.algorithm is not None and chosen.algorithm not in _core.ALGORITHMS:
+        known = ", ".join(_core.ALGORITHMS)
+        raise ConfigurationError(f"MDAS_ALGORITHM: {chosen.algorithm!r} is not one of {known}")
     return chosen
 
 
@@ -90,10 +98,22 @@ def _seconds(name: str, argument: float | None, variable: str, environ: Mapping[
     return value
 
 
-def _integer(variable: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise ConfigurationError(f"{variable}: {text!r} is not a non-negative integer")
+def _integer(variable: str, text: str, limit: int) -> int:
+    # As many digits as the limit has: Python refuses to read thousands.
+    if not re.fullmatch("[0-9]{1,19}", text) or int(text) > limit:
+        raise ConfigurationError(f"{variable}: {text!r} is not an integer from 0 to {limit}")
     return int(text)
+
+
+def _log(text: str) -> str:
+    for part in text.split(","):
+        level = part.rpartition("=")[2].strip()
+        if level.lower() not in LOG_LEVELS:
+            known = ", ".join(LOG_LEVELS)
+            raise ConfigurationError(
+                f"MDAS_LOG={text!r}: {level!r} is not one of {known}; for one module: mdas_core::engine=debug"
+            )
+    return text
 
 
 def _range(variable: str, text: str, limit: int) -> tuple[int, int]:

@@ -55,7 +55,7 @@ impl Engine {
             "urgent" => Lane::Urgent,
             other => return Err(invalid(py, format!("lane is {other:?}, but must be \"bulk\" or \"urgent\""))),
         };
-        let timeout = options.timeout.map(|seconds| errors::duration(py, "timeout", seconds)).transpose()?;
+        let timeout = options.timeout.map(|seconds| errors::patience(py, "timeout", seconds)).transpose()?;
         let (tag, blocking) = (options.tag, options.blocking);
         let call = Call { group: GroupId(options.group), lane, op, dtype, count, tag, timeout, blocking };
         let work = py.detach(|| self.engine.submit(call, input, output)).map_err(|e| errors::to_python(py, &e))?;
@@ -262,8 +262,7 @@ impl EngineSettings {
     ) -> PyResult<Self> {
         let algorithm = algorithm.map(|name| {
             Algorithm::named(name).ok_or_else(|| {
-                let names: Vec<&str> = ALGORITHMS.iter().map(|algorithm| algorithm.name).collect();
-                invalid(py, format!("algorithm is {name:?}, but must be one of {}", names.join(", ")))
+                invalid(py, format!("algorithm is {name:?}, but must be one of {}", names_of_algorithms().join(", ")))
             })
         });
         Ok(Self {
@@ -322,6 +321,11 @@ pub(crate) fn loopback_engines(
     };
     let engines: Result<Vec<Engine>, Error> = loopback::mesh(size).into_iter().enumerate().map(start).collect();
     engines.map_err(|e| errors::to_python(py, &e))
+}
+
+/// What `EngineSettings` takes as `algorithm`.
+pub(crate) fn names_of_algorithms() -> Vec<&'static str> {
+    ALGORITHMS.iter().map(|algorithm| algorithm.name).collect()
 }
 
 fn reduction(py: Python<'_>, name: &str) -> PyResult<ReduceOp> {

@@ -144,3 +144,14 @@ pub(crate) fn duration(py: Python<'_>, name: &str, seconds: f64) -> PyResult<Dur
         to_python(py, &Error::Invalid(format!("{name} is {seconds}, not a finite number of seconds from 0 on")))
     })
 }
+
+/// Seconds of patience from Python: none at all is a mistake.
+pub(crate) fn patience(py: Python<'_>, name: &str, seconds: f64) -> PyResult<Duration> {
+    match Duration::try_from_secs_f64(seconds) {
+        Ok(patience) if !patience.is_zero() => Ok(patience),
+        _ => Err(to_python(
+            py,
+            &Error::Invalid(format!("{name} is {seconds}, but must be a positive, finite number of seconds")),
+        )),
+    }
+}

@@ -39,6 +39,7 @@ mod _core {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        module.add("ALGORITHMS", engine::names_of_algorithms())?;
         errors::register(module)
     }
 }

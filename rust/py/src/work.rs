@@ -40,7 +40,7 @@ impl Work {
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         self.home.check(py)?;
         let started = Instant::now();
-        let timeout = timeout.map(|seconds| errors::duration(py, "timeout", seconds)).transpose()?;
+        let timeout = timeout.map(|seconds| errors::patience(py, "timeout", seconds)).transpose()?;
         loop {
             let left = timeout.map_or(SLICE, |timeout| timeout.saturating_sub(started.elapsed()).min(SLICE));
             match py.detach(|| self.work.wait(left)) {

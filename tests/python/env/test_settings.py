@@ -36,6 +36,12 @@ def test_ranges() -> None:
         ("MDAS_PORT_RANGE", "a-b"),
         ("MDAS_PROGRESS_CPUS", "x"),
         ("MDAS_SMALL_BYTES", "64k"),
+        ("MDAS_SMALL_BYTES", str(2**63)),
+        ("MDAS_SMALL_BYTES", "9" * 5000),
+        ("MDAS_ALGORITHM", "telepathy"),
+        ("MDAS_LOG", "loud"),
+        ("MDAS_LOG", "warn,mdas_core=loud"),
+        ("MDAS_TCP_RATE_LIMIT", str(2**32)),
         ("MDAS_TCP_RATE_LIMIT", "200mbit"),
     ],
 )
@@ -44,3 +50,12 @@ def test_nonsense_is_named(variable: str, value: str) -> None:
         settings.read({variable: value})
     assert variable in str(caught.value)
     assert value in str(caught.value)
+
+
+def test_algorithms_and_levels_that_exist_are_named() -> None:
+    with pytest.raises(ConfigurationError, match="is not one of ring, tree, chain, exchange, direct"):
+        settings.read({"MDAS_ALGORITHM": "telepathy"})
+    with pytest.raises(ConfigurationError, match="is not one of off, error, warn, info, debug, trace"):
+        settings.read({"MDAS_LOG": "loud"})
+    for log in ("debug", "WARN", "warn,mdas_core::engine=debug"):
+        assert settings.read({"MDAS_LOG": log}).log == log

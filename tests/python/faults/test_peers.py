@@ -184,6 +184,21 @@ def test_a_script_that_never_calls_shutdown_ends_well_and_soon(size: int) -> Non
     assert time.monotonic() - started < 15
 
 
+def leaving_with_work() -> list[float]:
+    """Rank 0 is at its end, without a shutdown, 2 s before rank 1 comes to the last operation."""
+    mdas.init(timeout=30)
+    array = np.ones(3)
+    if mdas.rank() == 0:
+        mdas.allreduce(array, async_op=True)
+        return []
+    time.sleep(2)
+    return mdas.allreduce(array).tolist()
+
+
+def test_what_is_in_flight_at_the_end_of_a_script_is_waited_for() -> None:
+    assert processes.run(2, leaving_with_work)[1].value == [2.0, 2.0, 2.0]
+
+
 def failing() -> str:
     mdas.init(timeout=60)
     mdas.barrier()
