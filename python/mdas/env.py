@@ -212,7 +212,7 @@ def _meeting_place(job: Job, variables: _Variables) -> Job:
     own_address, own_port = variables.text("MDAS_MASTER_ADDR"), variables.number("MDAS_MASTER_PORT")
     job_id = variables.text("MDAS_JOB_ID") or job.job_id
     address = own_address or job.master_addr or variables.text("MASTER_ADDR")
-    port = own_port or job.master_port or variables.number("MASTER_PORT")
+    port = next((p for p in (own_port, job.master_port, variables.number("MASTER_PORT")) if p is not None), None)
     if port is None and job.launcher not in ("env", "torchrun"):
         port = derived_port(job_id)
     if job.size > 1:

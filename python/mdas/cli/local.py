@@ -38,7 +38,15 @@ def run(module: str, options: argparse.Namespace) -> int:
     if importlib.util.find_spec("numpy") is None:
         print("the benchmarks need numpy: pip install numpy", file=sys.stderr)
         return 1
-    launched = env.detect(os.environ).launcher != "single"
+    job = env.detect(os.environ)
+    launched = job.launcher != "single"
+    if options.json and job.rank == 0:
+        try:
+            open(options.json, "a", encoding="utf-8").close()
+        except OSError as error:
+            # Now, not after minutes of measuring.
+            print(f"--json {options.json}: {error.strerror}", file=sys.stderr)
+            return 2
     if launched and options.world is None and options.transport == "tcp":
         return _run_here(module, options)
     world = 2 if options.world is None else options.world

@@ -122,6 +122,16 @@ def test_senseless_options_are_refused() -> None:
     assert main(["bench", "overlap", "--mb", "0"]) == 2
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "missing" / "report.json"
+    assert main(["bench", "allreduce", "--transport", "loopback", "--json", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"--json {path}: No such file" in printed.err
+
+
 # `measure` of this module, as a benchmark whose rank 1 breaks.
 def measure(engine: _core.Engine, options: argparse.Namespace) -> None:
     if engine.rank == 1:

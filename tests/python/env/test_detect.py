@@ -122,6 +122,7 @@ def test_who_launched_us(environ: dict[str, str], expected: tuple[object, ...]) 
         (ENV | {"LOCAL_RANK": "4"}, ["local rank 4 of 4"]),
         (ENV | {"LOCAL_WORLD_SIZE": "9"}, ["9 processes on this host", "8 in all"]),
         (ENV | {"MASTER_PORT": "70000"}, ["port 70000"]),
+        (ENV | {"MDAS_MASTER_PORT": "0"}, ["port 0", "MDAS_MASTER_PORT"]),
         (STEP | {"SLURM_PROCID": ""}, ["SLURM_STEP_ID is 0", "SLURM_PROCID"]),
         (STEP | {"WORLD_SIZE": "9"}, ["WORLD_SIZE is 9", "SLURM_STEP_NUM_TASKS", "5 processes"]),
         (STEP | {"SLURM_STEP_NODELIST": "n[01"}, ["'n[01'"]),
