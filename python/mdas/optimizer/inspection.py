@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from numbers import Real
 
 import torch
 from torch import nn
@@ -42,11 +41,11 @@ def check_options(
     # Written so that NaN passes none of them.
     if not (isinstance(sketch_rank, int) and sketch_rank >= 1):
         raise InvalidArgumentError(f"sketch_rank={sketch_rank!r}: an int, at least 1")
-    if not (isinstance(warmup_steps, Real) and warmup_steps >= 0):
+    if not (isinstance(warmup_steps, (int, float)) and warmup_steps >= 0):
         raise InvalidArgumentError(f"warmup_steps={warmup_steps!r}: a number, at least 0")
-    if not (isinstance(bucket_mb, Real) and 0 < bucket_mb < math.inf):
+    if not (isinstance(bucket_mb, (int, float)) and 0 < bucket_mb < math.inf):
         raise InvalidArgumentError(f"bucket_mb={bucket_mb!r}: a finite number of MiB, more than 0")
-    if not (max_norm is None or (isinstance(max_norm, Real) and max_norm > 0)):
+    if not (max_norm is None or (isinstance(max_norm, (int, float)) and max_norm > 0)):
         raise InvalidArgumentError(f"max_norm={max_norm!r}: a number, more than 0, or None")
     if schedule == "delayed" and needs_closure(optimizer):
         raise InvalidArgumentError(
