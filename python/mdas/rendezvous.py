@@ -114,7 +114,8 @@ class Place:
                 missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                 raise ConfigurationError(
                     f"init: ranks {_ranges(missing)} of {self._job.size} did not come to torchrun's store at "
-                    f"{network.endpoint(self.host, self.port)} in time: do they all call mdas.init()?"
+                    f"{network.endpoint(self.host, self.port)} in time: do they all call "
+                    "mdas.init(), with MDAS_SECRET set on all ranks or on none?"
                 )
             time.sleep(_POLL_SECONDS)
         return [store.get(key) for key in keys]

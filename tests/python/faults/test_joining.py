@@ -117,6 +117,31 @@ def test_a_wrong_secret_is_refused_and_said_so() -> None:
     assert "secret" in right.stderr
 
 
+@pytest.mark.parametrize("with_secret", [0, 1])
+def test_a_secret_on_some_ranks_only_is_suspected(with_secret: int) -> None:
+    own = {with_secret: {"MDAS_SECRET": "s"}}
+    with Ranks(2, joining, 6.0, rank_env=lambda rank: own.get(rank, {})) as ranks:
+        zero, one = ranks.wait(40)
+    assert one.value.startswith("ConfigurationError"), one
+    assert "is MDAS_SECRET set on all ranks" in one.value
+    assert "is MDAS_SECRET set on all ranks" in zero.stderr
+    assert "MDAS_SECRET" in zero.value
+
+
+def impatient(timeouts: list[float]) -> str:
+    return joining(timeouts[int(os.environ["RANK"])])
+
+
+def test_a_rank_that_leaves_while_others_are_waited_for_is_named_to_all() -> None:
+    # Rank 3 does not come, and rank 1 waits for it less long than the others.
+    world = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    with Ranks(3, impatient, [60.0, 10.0, 60.0], env=world) as ranks:
+        for result in ranks.wait(40, ranks=[0, 2]):
+            assert result.value.startswith("PeerLostError"), result
+            assert "rank 1" in result.value
+            assert "hung up" in result.value
+
+
 def test_a_missing_rank_is_named() -> None:
     with Ranks(2, joining, 3.0, env={"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}) as ranks:
         for result in ranks.wait(30):

@@ -22,6 +22,10 @@ use std::net::TcpStream;
 /// Changed whenever two builds would not understand each other on the wire.
 pub const PROTOCOL_VERSION: u32 = 1;
 
+/// A job meets as "NAME/secret", where rank 0 hands out a secret, then as "NAME/card". Who has a secret of its own
+/// begins with the second step.
+const STEPS: [&str; 2] = ["secret", "card"];
+
 const MAGIC: [u8; 8] = *b"mdasjoin";
 const GREETING_BYTES: usize = 8 + 4 + 32 + 32;
 
@@ -133,6 +137,14 @@ impl From<Trouble> for Failure {
     }
 }
 
+/// The name of a job without the step of joining.
+fn base(job: &str) -> &str {
+    match job.rsplit_once('/') {
+        Some((base, step)) if STEPS.contains(&step) => base,
+        _ => job,
+    }
+}
+
 fn greeting(job: &str) -> Result<[u8; GREETING_BYTES], Failure> {
     let mut greeting = [0; GREETING_BYTES];
     greeting[..8].copy_from_slice(&MAGIC);
@@ -160,6 +172,11 @@ fn read_greeting(stream: &TcpStream, job: &str, patience: &Patience) -> Result<[
     }
     patience.read(stream, &mut greeting[12..])?;
     if greeting[12..44] != Sha256::digest(job.as_bytes())[..] {
+        if STEPS.iter().any(|step| greeting[12..44] == Sha256::digest(format!("{}/{step}", base(job)).as_bytes())[..]) {
+            return Err(Failure::Fatal(Error::Configuration(
+                "it is at another step of joining our job: is MDAS_SECRET set on all ranks, or on none?".into(),
+            )));
+        }
         return Err(Failure::Transient(format!("it belongs to another job than ours ({job:?})")));
     }
     Ok(greeting)
@@ -176,7 +193,7 @@ fn proof(secret: &[u8], role: &str, greetings: [&[u8]; 2]) -> Hmac<Sha256> {
 pub fn receive(stream: &TcpStream, identity: &Identity, patience: &Patience) -> Result<Hello, Failure> {
     let theirs = match read_greeting(stream, &identity.job, patience) {
         Err(failure @ Failure::Fatal(_)) => {
-            // Another version: tell it ours, so that it can say so, too.
+            // Another version, or step: tell it ours, so that it can say so, too.
             patience.write(stream, &greeting(&identity.job)?)?;
             return Err(failure);
         }
@@ -204,17 +221,20 @@ pub enum Answer {
     Refused(String),
     /// It waited in vain for others.
     Late(String),
+    /// This rank was lost while others were waited for, and how.
+    Lost(usize, String),
 }
 
 impl Answer {
     /// Tells the dialer.
     pub fn send(&self, stream: &TcpStream, patience: &Patience) -> Result<(), Trouble> {
-        let (kind, text) = match self {
-            Answer::Accepted => (0, ""),
-            Answer::Refused(why) => (1, why.as_str()),
-            Answer::Late(who) => (2, who.as_str()),
+        let bytes = match self {
+            Answer::Accepted => vec![0],
+            Answer::Refused(why) => [&[1], why.as_bytes()].concat(),
+            Answer::Late(who) => [&[2], who.as_bytes()].concat(),
+            Answer::Lost(rank, cause) => [&[3], &(*rank as u32).to_le_bytes()[..], cause.as_bytes()].concat(),
         };
-        patience.write_block(stream, &[&[kind], text.as_bytes()].concat())
+        patience.write_block(stream, &bytes)
     }
 
     /// Waits for it, after [`introduce`].
@@ -225,6 +245,7 @@ impl Answer {
             [0] => Answer::Accepted,
             [2, who @ ..] => Answer::Late(text(who)),
             [1, why @ ..] => Answer::Refused(text(why)),
+            [3, a, b, c, d, cause @ ..] => Answer::Lost(u32::from_le_bytes([*a, *b, *c, *d]) as usize, text(cause)),
             _ => Answer::Refused(format!("an answer that makes no sense: {}", bytes.escape_ascii())),
         })
     }

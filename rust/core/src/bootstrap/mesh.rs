@@ -142,7 +142,7 @@ impl Dialing<'_> {
         // The peer answers when it, too, has come to `connect`.
         match Answer::receive(&stream, patience)? {
             Answer::Accepted => Ok(stream),
-            Answer::Refused(why) | Answer::Late(why) => {
+            Answer::Refused(why) | Answer::Late(why) | Answer::Lost(_, why) => {
                 Err(Error::Configuration(format!("init: rank {peer} at {address}: {why}")).into())
             }
         }

@@ -5,6 +5,7 @@ use super::handshake::{self, Answer, Failure, Hello, Identity, Purpose};
 use super::listener::{Listener, Visitor};
 use super::wire::{Patience, SLICE, Trouble};
 use crate::error::{Error, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
@@ -86,12 +87,17 @@ fn serve(
             Err(_) => {
                 let absent: Vec<usize> = (1..size).filter(|rank| joined[*rank].is_none()).collect();
                 let who = format!(
-                    "{} did not join at {address}; are all processes started, with the same MASTER_ADDR and MASTER_PORT, and can their hosts reach this one?",
+                    "{} did not join at {address}; are all processes started, with the same MASTER_ADDR, MASTER_PORT and MDAS_SECRET, and can their hosts reach this one?",
                     name(&absent, size)
                 );
                 break Some((late(who.clone(), deadline), Answer::Late(who)));
             }
         };
+        if let Some(gone) = joined.iter().flatten().find(|visitor| hung_up(&visitor.stream)) {
+            let (rank, cause) = (gone.hello.rank, format!("it joined from {}, and hung up", gone.remote));
+            joined[rank] = None;
+            break Some((lost(rank, cause.clone()), Answer::Lost(rank, cause)));
+        }
         let Some(visitor) = listener.next(slice) else { continue };
         let Hello { rank, size: theirs, purpose, .. } = visitor.hello;
         let remote = visitor.remote;
@@ -120,11 +126,16 @@ fn serve(
     let mut blobs = vec![blob];
     blobs.extend(joined.iter_mut().flatten().map(|visitor| std::mem::take(&mut visitor.hello.payload)));
     let sending = Patience { deadline: Instant::now() + ATTEMPT, ..*patience };
-    for Visitor { stream, remote, hello } in joined.iter().flatten() {
+    let mut visitors = joined.iter().flatten();
+    while let Some(Visitor { stream, remote, hello }) = visitors.next() {
         let sent = Answer::Accepted
             .send(stream, &sending)
             .and_then(|()| blobs.iter().try_for_each(|blob| sending.write_block(stream, blob)));
-        sent.map_err(|trouble| lost(hello.rank, format!("{trouble} (at {remote})")))?;
+        if let Err(trouble) = sent {
+            let cause = format!("{trouble} (at {remote})");
+            visitors.for_each(|visitor| turn_away(visitor, &Answer::Lost(hello.rank, cause.clone())));
+            return Err(lost(hello.rank, cause));
+        }
     }
     Ok(blobs)
 }
@@ -135,6 +146,13 @@ fn late(who: String, deadline: Duration) -> Error {
 
 fn lost(peer: usize, cause: String) -> Error {
     Error::PeerLost { operation: "init".into(), peer, cause }
+}
+
+/// A visitor who waits for its answer says nothing more: end or error of its stream is its end.
+fn hung_up(stream: &TcpStream) -> bool {
+    let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+    let mut watched = [PollFd::new(stream, PollFlags::RDHUP)];
+    poll(&mut watched, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok() && watched[0].revents().intersects(gone)
 }
 
 fn turn_away(visitor: &Visitor, answer: &Answer) {
@@ -190,6 +208,7 @@ fn join(
         },
         Ok(Answer::Refused(why)) => return Err(Error::Configuration(format!("init: rank 0 at {address}: {why}"))),
         Ok(Answer::Late(who)) => return Err(late(who, deadline)),
+        Ok(Answer::Lost(peer, cause)) => return Err(lost(peer, format!("{cause}, says rank 0"))),
         Err(trouble) => trouble,
     };
     Err(match trouble {

@@ -121,6 +121,36 @@ fn a_second_process_with_the_same_rank_is_told() {
 }
 
 #[test]
+fn a_rank_that_is_lost_while_others_are_waited_for_is_named_to_all() {
+    let address = format!("127.0.0.1:{}", free_port());
+    let results = ranks(3, move |rank| {
+        if rank == 1 {
+            thread::sleep(Duration::from_secs(1)); // rank 2 has joined by then
+        }
+        let start = Instant::now();
+        let keep_going = || rank != 1 || start.elapsed() < Duration::from_millis(300);
+        exchange(&identity(rank, 4), &address, vec![], PATIENCE, &keep_going).unwrap_err()
+    });
+    assert!(matches!(results[1], Error::Closed(_)), "{results:?}");
+    for error in [&results[0], &results[2]] {
+        assert!(matches!(error, Error::PeerLost { peer: 1, .. }), "{error:?}");
+        assert!(error.to_string().contains("hung up"), "{error}");
+    }
+}
+
+#[test]
+fn a_secret_on_some_ranks_only_is_suspected_at_once() {
+    let address = format!("127.0.0.1:{}", free_port());
+    let results = ranks(2, move |rank| {
+        let identity = Identity { job: ["job 7/card", "job 7/secret"][rank].into(), ..identity(rank, 2) };
+        let patience = [Duration::from_secs(2), PATIENCE][rank];
+        exchange(&identity, &address, vec![], patience, &always).unwrap_err().to_string()
+    });
+    assert!(results[0].contains("rank 1 of 2 did not join") && results[0].contains("MDAS_SECRET"), "{results:?}");
+    assert!(results[1].contains("is MDAS_SECRET set on all ranks"), "{results:?}");
+}
+
+#[test]
 fn different_world_sizes_fail_on_both_sides() {
     let address = format!("127.0.0.1:{}", free_port());
     let results =
