@@ -352,13 +352,10 @@ def _communicator(group: Group | None) -> Communicator:
     from mdas.group import Group
 
     chosen = group or Group.world(session.current().engine)
-    number = chosen.id
-    if chosen.size == chosen.engine.size:
-        # Buckets leave during backward, at moments that differ from rank to rank: in a group of their own,
-        # what the user exchanges at that time cannot get between them. All ranks of the world number groups
-        # alike, and only a group of all of them is sure to make this one everywhere.
-        number = chosen.engine.new_group(list(chosen.ranks))
-    return CoreCommunicator(chosen.engine, number, chosen.rank, chosen.size, chosen.timeout)
+    # Buckets leave during backward, at moments that differ from rank to rank: in a group of their own,
+    # what the user exchanges at that time cannot get between them.
+    own = chosen.engine.new_group(list(chosen.ranks))
+    return CoreCommunicator(chosen.engine, own, chosen.rank, chosen.size, chosen.timeout)
 
 
 def _update(inner: torch.optim.Optimizer, layout: Layout, fused: bool | None) -> Update:
