@@ -60,7 +60,7 @@ def test_arrays_without_dimensions() -> None:
     mdas.allreduce(np.array(7, np.float32), out=out)
     assert out[()] == 7
     assert mdas.allgather(np.array(1.5)).tolist() == [1.5]
-    with pytest.raises(TypeError, match="float is neither a torch tensor nor .*bytes-like object is required"):
+    with pytest.raises(TypeError, match=r"float is neither a torch tensor nor .*bytes-like object is required"):
         mdas.allreduce(1.0)
 
 
@@ -173,11 +173,11 @@ def test_wrong_arguments_say_which_are_right() -> None:
     with pytest.raises(ValueError, match="root is 1, but the group has ranks 0 to 0"):
         mdas.broadcast(np.zeros(1), 1)
     for timeout in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="timeout is .*positive, finite number of seconds"):
+        with pytest.raises(ValueError, match=r"timeout is .*positive, finite number of seconds"):
             mdas.barrier(timeout=timeout)
-        with pytest.raises(ValueError, match="timeout is .*positive, finite number of seconds"):
+        with pytest.raises(ValueError, match=r"timeout is .*positive, finite number of seconds"):
             mdas.new_group([0], timeout=timeout)
-        with pytest.raises(ValueError, match="timeout is .*positive, finite number of seconds"):
+        with pytest.raises(ValueError, match=r"timeout is .*positive, finite number of seconds"):
             mdas.barrier(async_op=True).wait(timeout)
     for group in (0, [0]):
         with pytest.raises(TypeError, match=r"group is .*: pass a Group that mdas.new_group\(\) made"):
