@@ -69,8 +69,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             `torch.nn.utils.clip_grad_norm_` does; None: no clipping.
         fused: True or False to choose the update; None: fused where it fits, unless there is but one
             rank. Both give what torch gives; the generic one bit for bit, the fused one to rounding.
-        group: an `mdas` group; None: all ranks of the job. Between `backward()` and `step()`, call no
-            collective of a group that holds only some of the ranks and has been given here.
+        group: an `mdas` group; None: all ranks of the job. The exchange has a group of its own of the same
+            ranks, so that your collectives may come at any moment.
         communicator: what to exchange through instead (see `mdas.communicator.Communicator`).
 
     Raises:
