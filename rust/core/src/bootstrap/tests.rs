@@ -89,7 +89,7 @@ fn the_ranks_that_never_came_are_named_everywhere() {
     let results = ranks(3, move |rank| {
         exchange(&identity(rank, 5), &at, vec![], Duration::from_millis(500), &always).unwrap_err().to_string()
     });
-    let expected = format!("init: no progress for 500ms (timeout 500ms): ranks 3, 4 of 5 did not join at {address}");
+    let expected = format!("init: no progress for 0.5 s (timeout 0.5 s): ranks 3, 4 of 5 did not join at {address}");
     assert!(results.iter().all(|error| error.starts_with(&expected)), "{results:?}");
 }
 
