@@ -31,7 +31,7 @@ import mdas  # noqa: E402
 import netns  # noqa: E402
 from fashion_data import Split, load  # noqa: E402
 from mdas.cli.record import Recorder  # noqa: E402
-from mdas.communicator import CoreCommunicator  # noqa: E402
+from mdas.communicator import AloneCommunicator, CoreCommunicator  # noqa: E402
 from mdas.session import current  # noqa: E402
 
 CURVE_POINTS = 16
@@ -132,7 +132,8 @@ def worker(options: argparse.Namespace) -> None:
     mdas.init()
     data = load(options.data, digits=options.digits)
     engine = current().engine
-    recorder = Recorder(CoreCommunicator(engine, 0, engine.rank, engine.size))
+    alone = engine.size == 1
+    recorder = Recorder(AloneCommunicator() if alone else CoreCommunicator(engine, 0, engine.rank, engine.size))
     steps = fashion_mnist.steps_per_epoch(data.train, options.batch) * options.epochs
     watch = Watch(options, data.test, steps, recorder)
     options.quiet = True
