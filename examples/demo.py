@@ -265,10 +265,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     picture = options.out / "demo.png"
     draw(compared, options, picture)
-    (options.out / "table.md").write_text(table(compared) + "\n")
     setup = f"{options.epochs} epochs, {options.batch} pictures per process and step, links of {options.rate}"
-    print(f"\n{compared[0][1]['source']}; {setup}\n")
-    print(table(compared))
+    text = f"{table(compared)}\n\n{compared[0][1]['source']}; {setup}\n"
+    (options.out / "table.md").write_text(text)
+    print(f"\n{text}")
     print(f"\naccuracy curves and timeline: {picture} ({time.monotonic() - start:.0f} s in all)")
     return 0
 
