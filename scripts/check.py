@@ -28,7 +28,7 @@ STAGES = {
     "deny": "cargo deny --log-level warn check licenses bans sources",
     "clippy": "cargo clippy --workspace --all-targets --locked -- -D warnings",
     "rustdoc": "cargo doc --workspace --no-deps --document-private-items --locked",
-    "nextest": "cargo nextest run --workspace --locked",
+    "nextest": "cargo nextest run --workspace --locked --no-fail-fast",
     "pytest": "{py} -m pytest --junitxml={report}",
 }
 
