@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ class Round:
     """Per parameter: has this rank a gradient? After `settle`: has any rank one?"""
     works: list[Work] = field(default_factory=list)
     """One per bucket launched, in bucket order."""
+    launch_last: Callable[[], None] = lambda: None
+    """Starts the last bucket's exchange. The step says when: a sketch must not queue behind it."""
     tally_work: Work | None = None
     tally: Tally | None = None
     hyper: list[dict[str, object]] | None = None
@@ -83,7 +86,7 @@ class Collector:
         self._taken = [None] * len(round.used)
 
     def finish(self) -> Round:
-        """Fills in what no hook has brought, launches the rest, and hands the round over.
+        """Fills in what no hook has brought, launches all but the last bucket, and hands the round over.
 
         Where no hook fired since the last step, `param.grad` counts as it stands, as it does for
         any torch optimizer; where it is None, the gradient is 0 and the parameter unused.
@@ -99,6 +102,8 @@ class Collector:
                     self._take(round, place, gradient)
         self._missing = [0] * len(self._missing)
         self._launch(round)
+        if self._missing:
+            round.launch_last = partial(self._launch_next, round)
         self._round, self._taken = None, []
         return round
 
@@ -196,11 +201,14 @@ class Collector:
         round.used[place.index] = True
 
     def _launch(self, round: Round) -> None:
-        """Launches every bucket that is full and whose predecessors are launched."""
-        while len(round.works) < len(self._missing) and not self._missing[len(round.works)]:
-            k = len(round.works)
-            round.works.append(
-                self._communicator.allreduce(
-                    round.gradient.flats[k], round.average.flats[k], op="average", lane="bulk", tag=k
-                )
+        """Launches every bucket but the last that is full and whose predecessors are launched."""
+        while len(round.works) < len(self._missing) - 1 and not self._missing[len(round.works)]:
+            self._launch_next(round)
+
+    def _launch_next(self, round: Round) -> None:
+        k = len(round.works)
+        round.works.append(
+            self._communicator.allreduce(
+                round.gradient.flats[k], round.average.flats[k], op="average", lane="bulk", tag=k
             )
+        )

@@ -105,7 +105,7 @@ class Pipeline:
             own.weight += weight
 
     def step(self, round: Round, hyper: Hyper, *, together: bool) -> None:
-        """Takes a round all of whose buckets are launched; `together`: waits for its average."""
+        """Takes a round all of whose buckets are full; `together`: waits for its average."""
         self._contribution.compute = time.perf_counter() - self._ended
         if together:
             self._step_together(round, hyper)
@@ -115,7 +115,8 @@ class Pipeline:
         self._ended = time.perf_counter()
 
     def average_into_grads(self, round: Round) -> None:
-        """Waits for a round all of whose buckets are launched; `param.grad` becomes the average."""
+        """Waits for a round all of whose buckets are full; `param.grad` becomes the average."""
+        round.launch_last()
         self._launch_tally(round, self.history)
         if self._arrive(round) is None:
             return  # the line search sees the loss, which is not finite either
@@ -185,13 +186,16 @@ class Pipeline:
             self.base = None
 
     def _step_together(self, round: Round, hyper: Hyper) -> None:
+        round.launch_last()
         self.finish()
         round.hyper = hyper
         self._launch_tally(round, self.history)
         self._update.run(None, self._arrive(round))
 
     def _step_delayed(self, round: Round, hyper: Hyper) -> None:
-        if self.sketcher is not None:
+        if self.sketcher is None:
+            round.launch_last()
+        else:
             self.sketcher.launch(round.gradient, round.used)
         if self.base is None:
             self.base = self.layout.vector()
@@ -203,6 +207,8 @@ class Pipeline:
             assert self.sketched is not None
             shared = self.sketched
             used = self.sketcher.finish(round.gradient, self.history, shared, self._wait)
+            # Only now: it has a whole step to arrive, and everybody waits for the sketch.
+            round.launch_last()
         self._launch_tally(round, shared)
         self.pending = round
         self._update.run(self.base, real, self.layout.parameters, self._predict(round, shared, used))
