@@ -129,7 +129,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             sketch_rank=sketch_rank,
             max_norm=max_norm,
         )
-        self._collector = Collector(self._layout, communicator)
+        self._collector = Collector(self._layout, communicator, hold_last=self._pipeline.sketcher is not None)
         self._collector.begin(self._pipeline.new_round())
         self._weights = BaseWeights(module, self._layout, self._collector, self._pipeline)
         trained = set(self._layout.parameters)

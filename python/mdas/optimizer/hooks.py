@@ -36,7 +36,7 @@ class Round:
     works: list[Work] = field(default_factory=list)
     """One per bucket launched, in bucket order."""
     launch_last: Callable[[], None] = lambda: None
-    """Starts the last bucket's exchange. The step says when: a sketch must not queue behind it."""
+    """Starts the last bucket's exchange if it is held: a sketch must not queue behind it."""
     tally_work: Work | None = None
     tally: Tally | None = None
     hyper: list[dict[str, object]] | None = None
@@ -62,9 +62,11 @@ class Collector:
     different orders: bucket k waits for the buckets before it.
     """
 
-    def __init__(self, layout: Layout, communicator: Communicator) -> None:
+    def __init__(self, layout: Layout, communicator: Communicator, *, hold_last: bool = False) -> None:
+        """`hold_last`: the last bucket waits for `Round.launch_last`."""
         self._layout = layout
         self._communicator = communicator
+        self._held = int(hold_last)
         self._round: Round | None = None
         self._missing: list[int] = []
         self._taken: list[tuple[Tensor, int] | None] = []
@@ -86,7 +88,7 @@ class Collector:
         self._taken = [None] * len(round.used)
 
     def finish(self) -> Round:
-        """Fills in what no hook has brought, launches all but the last bucket, and hands the round over.
+        """Fills in what no hook has brought, launches what is not held, and hands the round over.
 
         Where no hook fired since the last step, `param.grad` counts as it stands, as it does for
         any torch optimizer; where it is None, the gradient is 0 and the parameter unused.
@@ -102,7 +104,7 @@ class Collector:
                     self._take(round, place, gradient)
         self._missing = [0] * len(self._missing)
         self._launch(round)
-        if self._missing:
+        if self._held and self._missing:
             round.launch_last = partial(self._launch_next, round)
         self._round, self._taken = None, []
         return round
@@ -201,8 +203,8 @@ class Collector:
         round.used[place.index] = True
 
     def _launch(self, round: Round) -> None:
-        """Launches every bucket but the last that is full and whose predecessors are launched."""
-        while len(round.works) < len(self._missing) - 1 and not self._missing[len(round.works)]:
+        """Launches every bucket, but one that is held, that is full and whose predecessors are launched."""
+        while len(round.works) < len(self._missing) - self._held and not self._missing[len(round.works)]:
             self._launch_next(round)
 
     def _launch_next(self, round: Round) -> None:

@@ -380,7 +380,7 @@ def test_buckets_are_launched_during_backward(mode):
 
     def body(communicator):
         model = mlp()
-        wrapped(model, communicator, bucket_mb=0.0005, **MODES[mode])
+        wrapped(model, communicator, bucket_mb=0.0002, **MODES[mode])
         loss(model, 0, communicator.rank).backward()
         return len([line for line in network.log[communicator.rank] if "allreduce average" in line])
 
