@@ -82,7 +82,7 @@ def new_group(ranks: Sequence[int], timeout: float | None = None) -> Group:
     engine = current().engine
     if not isinstance(ranks, Iterable):
         raise TypeError(f"ranks is {ranks!r}, but must be a sequence of world ranks")
-    members = [_check_number("ranks", rank, engine.size - 1, "the world has ranks") for rank in ranks]
+    members = [_check_number("rank", rank, engine.size - 1, "the world has ranks") for rank in ranks]
     if timeout is not None and not 0 < timeout < math.inf:
         raise InvalidArgumentError(f"timeout is {timeout}, but must be a positive, finite number of seconds")
     return Group(engine, engine.new_group(members), tuple(members), timeout)

@@ -206,12 +206,13 @@ def test_a_taken_port_says_what_to_do() -> None:
 
 
 TORCHRUN = """
-    import sys, mdas
+    import os, sys, mdas
     mdas.init(timeout=60)
     import torch
     t = torch.full((3,), float(mdas.rank()))
     mdas.allreduce(t)
-    print(mdas.rank(), mdas.size(), mdas.local_rank(), mdas.local_size(), t.tolist(), flush=True)
+    line = (mdas.rank(), mdas.size(), mdas.local_rank(), mdas.local_size(), t.tolist())
+    os.write(1, (" ".join(map(str, line)) + "\\n").encode())  # one write: whole lines, also unbuffered
     mdas.shutdown()
     mdas.init()
     mdas.barrier()
@@ -235,7 +236,7 @@ LAUNCHED = """
     import os, sys, time, mdas
     mdas.init(timeout=60)
     mdas.barrier()
-    print(mdas.rank(), sys.argv[1:], flush=True)
+    os.write(1, f"{mdas.rank()} {sys.argv[1:]}\\n".encode())  # one write: whole lines, also unbuffered
     if sys.argv[1] == "fail" and mdas.rank() == 1:
         sys.exit(3)
     if sys.argv[1] == "fail":

@@ -185,7 +185,7 @@ def test_wrong_arguments_say_which_are_right() -> None:
     for tag in (-1, 2**32):
         with pytest.raises(ValueError, match=f"tag is {tag}, but tags run from 0 to 4294967295"):
             mdas.barrier(tag=tag)
-    with pytest.raises(ValueError, match="ranks is -1, but the world has ranks 0 to 0"):
+    with pytest.raises(ValueError, match="rank is -1, but the world has ranks 0 to 0"):
         mdas.new_group([-1])
     with pytest.raises(TypeError, match="ranks is 0, but must be a sequence of world ranks"):
         mdas.new_group(0)  # type: ignore[arg-type]

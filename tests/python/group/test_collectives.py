@@ -215,7 +215,7 @@ def groups() -> dict[str, Any]:
     ]
     for work in works:
         work.wait(30)
-    for ranks, message in [([0, 7], "rank 7"), ([1, 1], "twice"), ([], "at least one")]:
+    for ranks, message in [([0, 7], "rank is 7"), ([1, 1], "twice"), ([], "at least one")]:
         with pytest.raises(ValueError, match=message):
             mdas.new_group(ranks)
     return found
