@@ -173,9 +173,10 @@ fn read_greeting(stream: &TcpStream, job: &str, patience: &Patience) -> Result<[
     patience.read(stream, &mut greeting[12..])?;
     if greeting[12..44] != Sha256::digest(job.as_bytes())[..] {
         if STEPS.iter().any(|step| greeting[12..44] == Sha256::digest(format!("{}/{step}", base(job)).as_bytes())[..]) {
-            return Err(Failure::Fatal(Error::Configuration(
+            // Transient: a quick rank comes for the next step while rank 0 still ends the one before.
+            return Err(Failure::Transient(
                 "it is at another step of joining our job: is MDAS_SECRET set on all ranks, or on none?".into(),
-            )));
+            ));
         }
         return Err(Failure::Transient(format!("it belongs to another job than ours ({job:?})")));
     }

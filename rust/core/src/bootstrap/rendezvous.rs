@@ -172,6 +172,7 @@ fn join(
 ) -> Result<Vec<Vec<u8>>> {
     let (rank, size) = (identity.rank, identity.size);
     let mut pause = Duration::from_millis(20);
+    let mut hint = "is rank 0 started, and is MASTER_ADDR the address of its host?";
     let stream = loop {
         let attempt = patience.at_most(ATTEMPT);
         let result = connect(address, &attempt).and_then(|stream| {
@@ -188,11 +189,14 @@ fn join(
             Err(Failure::Transient(cause)) => cause,
         };
         log::debug!("rank {rank}: joining at {address}: {cause}");
+        if cause.contains("MDAS_SECRET") {
+            // Worth more than what the last attempt says, when rank 0 has given up.
+            hint = "is MDAS_SECRET set on all ranks, or on none?";
+        }
         match patience.pause(pause) {
             Ok(()) => pause = (pause * 2).min(Duration::from_secs(1)),
             Err(Trouble::Interrupted) => return Err(interrupted()),
             Err(_) => {
-                let hint = "is rank 0 started, and is MASTER_ADDR the address of its host?";
                 return Err(late(
                     format!("rank {rank} of {size} cannot join rank 0 at {address}: {cause}; {hint}"),
                     deadline,
