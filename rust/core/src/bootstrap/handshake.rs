@@ -114,6 +114,9 @@ impl Hello {
     }
 }
 
+/// Said of a rank that meets for another step of joining than we do.
+const OTHER_STEP: &str = "it is at another step of joining our job: is MDAS_SECRET set on all ranks, or on none?";
+
 /// Why a handshake failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
@@ -174,9 +177,7 @@ fn read_greeting(stream: &TcpStream, job: &str, patience: &Patience) -> Result<[
     if greeting[12..44] != Sha256::digest(job.as_bytes())[..] {
         if STEPS.iter().any(|step| greeting[12..44] == Sha256::digest(format!("{}/{step}", base(job)).as_bytes())[..]) {
             // Transient: a quick rank comes for the next step while rank 0 still ends the one before.
-            return Err(Failure::Transient(
-                "it is at another step of joining our job: is MDAS_SECRET set on all ranks, or on none?".into(),
-            ));
+            return Err(Failure::Transient(OTHER_STEP.into()));
         }
         return Err(Failure::Transient(format!("it belongs to another job than ours ({job:?})")));
     }
@@ -193,7 +194,7 @@ fn proof(secret: &[u8], role: &str, greetings: [&[u8]; 2]) -> Hmac<Sha256> {
 /// The accepting side, up to the dialer's hello; an [`Answer`] is due.
 pub fn receive(stream: &TcpStream, identity: &Identity, patience: &Patience) -> Result<Hello, Failure> {
     let theirs = match read_greeting(stream, &identity.job, patience) {
-        Err(failure @ Failure::Fatal(_)) => {
+        Err(failure) if matches!(&failure, Failure::Fatal(_)) || failure.to_string() == OTHER_STEP => {
             // Another version, or step: tell it ours, so that it can say so, too.
             patience.write(stream, &greeting(&identity.job)?)?;
             return Err(failure);
