@@ -176,7 +176,7 @@ def table(results: dict[Cell, dict[str, object]]) -> str:
         lines.append(f"| {predict} | " + " | ".join(row) + " |")
     seeds = len({cell.seed for cell in results})
     return "\n".join(lines) + (
-        f"\n\nTest accuracy in %, mean ± standard deviation over up to {seeds} seeds (in brackets where fewer). "
+        f"\n\nTest accuracy in %, mean ± standard deviation where there are several seeds (up to {seeds}); an empty cell has not been measured. "
         '"-": diverged, or no better than chance; "k of n": so many seeds did.\n'
     )
 
