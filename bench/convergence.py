@@ -176,7 +176,8 @@ def table(results: dict[Cell, dict[str, object]]) -> str:
         lines.append(f"| {predict} | " + " | ".join(row) + " |")
     seeds = len({cell.seed for cell in results})
     return "\n".join(lines) + (
-        f"\n\nTest accuracy in %, mean ± standard deviation where there are several seeds (up to {seeds}); an empty cell has not been measured. "
+        f"\n\nTest accuracy in %, mean ± standard deviation where there are several seeds (up to {seeds}); "
+        f"an empty cell has not been measured. "
         '"-": diverged, or no better than chance; "k of n": so many seeds did.\n'
     )
 
