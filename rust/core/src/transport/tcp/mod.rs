@@ -303,12 +303,14 @@ impl Tcp {
     fn pace_peer(&mut self, peer: usize, at: f64) -> std::io::Result<bool> {
         let Peer { connections, pacer, .. } = &mut self.peers[peer];
         let (mut acked, mut active, mut shortest, mut rtt) = (0, Vec::new(), u32::MAX, u32::MAX);
+        let mut limited = false;
         for index in connections.iter() {
             let Some(connection) = &self.connections[*index] else { continue };
             let info = socket::info(&connection.socket)?;
             shortest = shortest.min(info.min_rtt);
             if connection.lane == Lane::Bulk {
                 acked += info.bytes_acked;
+                limited |= info.notsent_bytes > 0;
                 if !connection.outgoing.is_empty() || info.notsent_bytes > 0 {
                     active.push(*index);
                     rtt = rtt.min(info.rtt());
@@ -316,7 +318,7 @@ impl Tcp {
             }
         }
         if active.is_empty() {
-            pacer.update(Sample { at, queue: 0.0, acked, busy: false });
+            pacer.update(Sample { at, queue: 0.0, acked, busy: false, limited });
             return Ok(false);
         }
         // The round trip is measured by the kernels, but contains the other direction's queue; the probes
@@ -327,10 +329,10 @@ impl Tcp {
             queue = queue.min(connection.transit.queue().unwrap_or(queue));
             connection.outgoing.bare(connection.transit.probe());
         }
-        pacer.update(Sample { at, queue, acked, busy: true });
+        pacer.update(Sample { at, queue, acked, busy: true, limited });
         let rate = pacer.rate() / active.len() as f64;
         log::trace!(
-            "tcp: {at:.4} rank {peer}: queue {:.0} us, rate {:.1} MB/s, acked {acked}",
+            "tcp: {at:.4} rank {peer}: queue {:.0} us, rate {:.1} MB/s, acked {acked}, {pacer:?}",
             queue * 1e6,
             rate * 1e-6
         );

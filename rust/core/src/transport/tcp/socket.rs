@@ -12,7 +12,7 @@ const SILENCE: Duration = Duration::from_secs(15);
 /// Bytes of a bulk connection that may wait in the kernel, beyond those in flight. Enough to bridge
 /// the milliseconds until a busy machine runs us again; they delay nobody, since the urgent
 /// connection has a queue of its own.
-const UNSENT_BYTES: libc::c_int = 512 << 10;
+const UNSENT_BYTES: libc::c_int = 2 << 20;
 
 /// Prepares a connected stream for the transport.
 pub fn prepare(stream: TcpStream, urgent: bool) -> io::Result<OwnedFd> {

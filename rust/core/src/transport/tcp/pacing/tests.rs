@@ -17,6 +17,8 @@ struct Side {
 struct Wire {
     sides: [Side; 2],
     mixed: bool,
+    /// A process is late now and then, which looks like a queue.
+    late: bool,
     now: f64,
     noise: u32,
 }
@@ -35,7 +37,7 @@ const DEEPEST: f64 = 50e-3;
 impl Wire {
     fn new(capacity: [f64; 2]) -> Wire {
         let sides = capacity.map(|capacity| Side { capacity, ..Side::default() });
-        Wire { sides, mixed: false, now: 0.0, noise: 1 }
+        Wire { sides, mixed: false, late: false, now: 0.0, noise: 1 }
     }
 
     fn run(&mut self, seconds: f64, busy: [bool; 2]) -> Outcome {
@@ -59,7 +61,9 @@ impl Wire {
                 let own = side.queue / side.capacity;
                 side.seen += (if self.mixed { total } else { own } - side.seen) / 8.0;
                 if step % 8 == 0 {
-                    let sample = Sample { at: self.now, queue: side.seen + noise, acked: side.acked as u64, busy };
+                    let late = if self.late && step / 8 % 25 < 4 { 0.9e-3 } else { 0.0 };
+                    let queue = side.seen + noise + late;
+                    let sample = Sample { at: self.now, queue, acked: side.acked as u64, busy, limited: busy };
                     side.pacer.update(sample);
                 }
             }
@@ -103,23 +107,25 @@ fn a_link_without_a_queue_is_never_limited() {
     for i in 0..5000u32 {
         let queue = if i % 50 < 3 { 5e-3 } else { 0.2e-3 }; // now and then the machine is busy
         let at = f64::from(i) * 4e-3;
-        pacer.update(Sample { at, queue, acked: u64::from(i) * 20_000_000, busy: true });
+        pacer.update(Sample { at, queue, acked: u64::from(i) * 20_000_000, busy: true, limited: true });
         assert_eq!(pacer.rate(), f64::INFINITY);
     }
 }
 
 #[test]
 fn more_capacity_is_found_soon_and_less_at_once() {
-    let mut wire = Wire::new([125e6, 125e6]);
-    wire.run(2.0, BOTH);
-    wire.set_capacity(500e6);
-    wire.run(1.0, BOTH);
-    let outcome = wire.run(2.0, BOTH);
-    assert!(outcome.used[0] > 0.9, "after growth: {outcome:?}");
-    wire.set_capacity(125e6);
-    wire.run(1.0, BOTH);
-    let outcome = wire.run(2.0, BOTH);
-    assert!(outcome.used[0] > 0.97 && outcome.queue < 4e-3, "after the cut: {outcome:?}");
+    for late in [false, true] {
+        let mut wire = Wire { late, ..Wire::new([125e6, 125e6]) };
+        wire.run(2.0, BOTH);
+        wire.set_capacity(500e6);
+        wire.run(3.0, BOTH);
+        let outcome = wire.run(2.0, BOTH);
+        assert!(outcome.used[0] > 0.93, "after growth, late: {late}: {outcome:?}");
+        wire.set_capacity(125e6);
+        wire.run(1.0, BOTH);
+        let outcome = wire.run(2.0, BOTH);
+        assert!(outcome.used[0] > 0.97 && outcome.queue < 4e-3, "after the cut, late: {late}: {outcome:?}");
+    }
 }
 
 #[test]
@@ -141,7 +147,7 @@ fn a_queue_that_is_not_ours_is_left_alone() {
         let rate = pacer.rate().min(60e6); // our share beside a greedy stranger
         acked += rate * 4e-3;
         starved += u32::from(rate < 0.85 * 60e6);
-        pacer.update(Sample { at: f64::from(i) * 4e-3, queue: 20e-3, acked: acked as u64, busy: true });
+        pacer.update(Sample { at: f64::from(i) * 4e-3, queue: 20e-3, acked: acked as u64, busy: true, limited: true });
     }
     assert!(starved < 250, "{starved} of 2500 samples below 85 % of its share");
 }
