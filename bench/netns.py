@@ -199,7 +199,8 @@ class Network(Hosts):
         rate: of every link, in tc's notation ("1gbit"); None leaves the links as fast as memory.
         egress: shape what a host sends, too.
         queue: longest time that a packet waits in a bucket's queue, in tc's notation.
-        burst: size of a bucket, in tc's notation.
+        burst: size of a bucket, in tc's notation. Smaller than a segment of the sender's offload (64 KiB and
+            headers), the bucket would split all of them, and this machine's processors become the bottleneck.
 
     Raises:
         LabError: no root, no iproute2, or the kernel refuses.
@@ -212,7 +213,7 @@ class Network(Hosts):
         *,
         egress: bool = False,
         queue: str = "50ms",
-        burst: str = "64kb",
+        burst: str = "128kb",
     ) -> None:
         super().__init__([f"10.77.0.{host + 1}" for host in range(hosts)])
         tag = f"{os.getpid()}x{next(_serial)}"
