@@ -116,7 +116,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._module = module
         self._communicator = communicator
         self._predict = predict
-        self._warmup_steps: float = warmup_steps if delayed else math.inf
         self._layout = Layout(named, int(bucket_mb * 2**20))
         # One rank by itself is to give exactly what torch gives.
         self._update = _update(optimizer, self._layout, False if communicator.size == 1 and not fused else fused)
@@ -125,11 +124,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             communicator,
             self._update,
             PREDICTIONS[predict] if delayed else None,
-            delayed=delayed,
+            warmup_steps=warmup_steps if delayed else math.inf,
             sketch_rank=sketch_rank,
             max_norm=max_norm,
         )
-        self._collector = Collector(self._layout, communicator, hold_last=self._pipeline.sketcher is not None)
+        self._collector = Collector(self._layout, self._pipeline.filled)
         self._collector.begin(self._pipeline.new_round())
         self._weights = BaseWeights(module, self._layout, self._collector, self._pipeline)
         trained = set(self._layout.parameters)
@@ -171,9 +170,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        together = self._pipeline.measured.steps < self._warmup_steps
         with self._finished_round() as round:
-            self._pipeline.step(round, snapshot(self.param_groups), together=together)
+            self._pipeline.step(round, snapshot(self.param_groups))
         # A scheduler that was built on the wrapped optimizer asks it whether it has made a step.
         self._inner._opt_called = True  # type: ignore[attr-defined]
         return loss
@@ -320,7 +318,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         who = f"rank {self._communicator.rank} of {self._communicator.size}"
-        how = "sync" if math.isinf(self._warmup_steps) else f"delayed, predict={self._predict!r}"
+        how = "sync" if math.isinf(self._pipeline.warmup_steps) else f"delayed, predict={self._predict!r}"
         return f"DistributedOptimizer({how}, {self._update.name} update, {who}, of {self._inner!r})"
 
     @contextmanager

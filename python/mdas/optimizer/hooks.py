@@ -1,4 +1,4 @@
-"""From `param.grad` to the wire: a hook per parameter fills buckets, full buckets are launched."""
+"""From `param.grad` into buckets: a hook per parameter fills them, full ones are handed on in one order."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from mdas.communicator import Communicator, Work
+from mdas.communicator import Work
 from mdas.optimizer import kernels
 from mdas.optimizer.buckets import Layout, Place, Vector
 from mdas.optimizer.tally import Tally, TallyExchange
@@ -35,8 +34,6 @@ class Round:
     """Per parameter: has this rank a gradient? After `settle`: has any rank one?"""
     works: list[Work] = field(default_factory=list)
     """One per bucket launched, in bucket order."""
-    launch_last: Callable[[], None] = lambda: None
-    """Starts the last bucket's exchange if it is held: a sketch must not queue behind it."""
     tally_work: Work | None = None
     tally: Tally | None = None
     hyper: list[dict[str, object]] | None = None
@@ -56,19 +53,19 @@ class Round:
 
 
 class Collector:
-    """Fills the slot of one round, and launches its buckets in bucket order.
+    """Fills the slot of one round, and hands on its buckets in bucket order.
 
-    The order of launches is the same on all ranks even where backward reaches parameters in
-    different orders: bucket k waits for the buckets before it.
+    The order is the same on all ranks even where backward reaches parameters in different orders:
+    bucket k waits for the buckets before it.
     """
 
-    def __init__(self, layout: Layout, communicator: Communicator, *, hold_last: bool = False) -> None:
-        """`hold_last`: the last bucket waits for `Round.launch_last`."""
+    def __init__(self, layout: Layout, filled: Callable[[Round, int], None]) -> None:
+        """`filled(round, k)`: bucket k is full, and so are those before it."""
         self._layout = layout
-        self._communicator = communicator
-        self._held = int(hold_last)
+        self._filled = filled
         self._round: Round | None = None
         self._missing: list[int] = []
+        self._next = 0
         self._taken: list[tuple[Tensor, int] | None] = []
         """Per parameter whose hook has fired: the `param.grad` that was copied, and its version then."""
         self._warned = False
@@ -85,10 +82,11 @@ class Collector:
         self._round = round
         round.squares = [0.0] * len(round.used)
         self._missing = [len(members) for members in self._layout.members]
+        self._next = 0
         self._taken = [None] * len(round.used)
 
     def finish(self) -> Round:
-        """Fills in what no hook has brought, launches what is not held, and hands the round over.
+        """Fills in what no hook has brought, and hands the round over.
 
         Where no hook fired since the last step, `param.grad` counts as it stands, as it does for
         any torch optimizer; where it is None, the gradient is 0 and the parameter unused.
@@ -103,9 +101,7 @@ class Collector:
                 else:
                     self._take(round, place, gradient)
         self._missing = [0] * len(self._missing)
-        self._launch(round)
-        if self._held and self._missing:
-            round.launch_last = partial(self._launch_next, round)
+        self._hand_on(round)
         self._round, self._taken = None, []
         return round
 
@@ -175,7 +171,7 @@ class Collector:
             self._taken[index] = gradient, gradient._version
             self._missing[bucket] -= 1
             if not self._missing[bucket]:
-                self._launch(round)
+                self._hand_on(round)
 
         return collect
 
@@ -202,15 +198,8 @@ class Collector:
         round.squares[place.index] = kernels.copy_squared(round.gradient.views[place.index], gradient)
         round.used[place.index] = True
 
-    def _launch(self, round: Round) -> None:
-        """Launches every bucket, but one that is held, that is full and whose predecessors are launched."""
-        while len(round.works) < len(self._missing) - self._held and not self._missing[len(round.works)]:
-            self._launch_next(round)
-
-    def _launch_next(self, round: Round) -> None:
-        k = len(round.works)
-        round.works.append(
-            self._communicator.allreduce(
-                round.gradient.flats[k], round.average.flats[k], op="average", lane="bulk", tag=k
-            )
-        )
+    def _hand_on(self, round: Round) -> None:
+        """Every bucket that is full and whose predecessors were."""
+        while self._next < len(self._missing) and not self._missing[self._next]:
+            self._filled(round, self._next)
+            self._next += 1

@@ -46,14 +46,17 @@ class Pipeline:
         update: Update,
         prediction: Prediction | None,
         *,
-        delayed: bool,
+        warmup_steps: float,
         sketch_rank: int,
         max_norm: float | None,
     ) -> None:
         self.layout = layout
         self._update = update
         self._prediction = prediction
-        self._delayed = delayed
+        self._communicator = communicator
+        self.warmup_steps = warmup_steps
+        """Steps that are synchronous; infinity: all of them."""
+        delayed = self._delayed = math.isfinite(warmup_steps)
         self._max_norm = max_norm
         self._rank, self._size = communicator.rank, communicator.size
         self.exchange = TallyExchange(communicator, len(layout.places))
@@ -104,10 +107,28 @@ class Pipeline:
             own.loss += weight * loss
             own.weight += weight
 
-    def step(self, round: Round, hyper: Hyper, *, together: bool) -> None:
-        """Takes a round all of whose buckets are full; `together`: waits for its average."""
+    @property
+    def _together(self) -> bool:
+        """Is the current step synchronous?"""
+        return self.measured.steps < self.warmup_steps
+
+    def filled(self, round: Round, bucket: int) -> None:
+        """Backward has filled a bucket; those before it are full, too."""
+        sketching = self.sketcher is not None and not self._together
+        if self.sketcher is not None and sketching:
+            self.sketcher.launch(round.gradient, round.used)
+        # The last one has a whole step to arrive, and everybody waits for the sketch: that goes first.
+        if not (sketching and bucket == len(self.layout.members) - 1):
+            self._exchange(round, bucket)
+
+    def _exchange(self, round: Round, bucket: int) -> None:
+        own, average = round.gradient.flats[bucket], round.average.flats[bucket]
+        round.works.append(self._communicator.allreduce(own, average, op="average", lane="bulk", tag=bucket))
+
+    def step(self, round: Round, hyper: Hyper) -> None:
+        """Takes a round all of whose buckets are full."""
         self._contribution.compute = time.perf_counter() - self._ended
-        if together:
+        if self._together:
             self._step_together(round, hyper)
         else:
             self._step_delayed(round, hyper)
@@ -116,7 +137,6 @@ class Pipeline:
 
     def average_into_grads(self, round: Round) -> None:
         """Waits for a round all of whose buckets are full; `param.grad` becomes the average."""
-        round.launch_last()
         self._launch_tally(round, self.history)
         if self._arrive(round) is None:
             return  # the line search sees the loss, which is not finite either
@@ -186,17 +206,12 @@ class Pipeline:
             self.base = None
 
     def _step_together(self, round: Round, hyper: Hyper) -> None:
-        round.launch_last()
         self.finish()
         round.hyper = hyper
         self._launch_tally(round, self.history)
         self._update.run(None, self._arrive(round))
 
     def _step_delayed(self, round: Round, hyper: Hyper) -> None:
-        if self.sketcher is None:
-            round.launch_last()
-        else:
-            self.sketcher.launch(round.gradient, round.used)
         if self.base is None:
             self.base = self.layout.vector()
             self._update.run(None, None, self.base.views)
@@ -207,8 +222,8 @@ class Pipeline:
             assert self.sketched is not None
             shared = self.sketched
             used = self.sketcher.finish(round.gradient, self.history, shared, self._wait)
-            # Only now: it has a whole step to arrive, and everybody waits for the sketch.
-            round.launch_last()
+            for bucket in range(len(round.works), len(self.layout.members)):
+                self._exchange(round, bucket)
         self._launch_tally(round, shared)
         self.pending = round
         self._update.run(self.base, real, self.layout.parameters, self._predict(round, shared, used))

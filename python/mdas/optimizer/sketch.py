@@ -6,8 +6,9 @@ orthonormal(R'). It is one step of the power iteration of PowerSGD (Vogels et al
 only. Vectors, and matrices that would not shrink, are sent whole.
 
 Since everything is linear in g_i, ranks exchange averages of g_i R and g_iᵀ P and subtract h R and hᵀ P
-afterwards: the first exchange needs no h, and starts while that is still arriving. Two messages per step,
-urgent, each batched over all parameters. All that is computed from them has the same bits on all ranks.
+afterwards: the first exchange needs no h, and starts while that is still arriving. Two urgent messages per
+step and bucket: the first leaves as soon as backward has filled the bucket, so that at the end of it only the
+last one's is waited for. All that is computed from them has the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -72,18 +73,20 @@ class _Matrix:
             target.copy_(c)
 
 
-class Sketcher:
-    """Keeps the bases, and makes c = h + Q once per step: `launch`, then `finish`."""
+class _Part:
+    """What one bucket contributes: its matrices, what is sent whole, and the messages of both exchanges."""
 
-    def __init__(self, layout: Layout, communicator: Communicator, rank: int) -> None:
+    def __init__(self, places: Sequence[Place], communicator: Communicator, rank: int, tag: int) -> None:
+        self._places = places
         self._communicator = communicator
-        matrices = [p for p in layout.places if _shrinks(p, rank)]
-        self._whole = [p for p in layout.places if not _shrinks(p, rank)]
+        self._tag = tag
+        matrices = [p for p in places if _shrinks(p, rank)]
+        self._whole = [p for p in places if not _shrinks(p, rank)]
         sizes = [(*_shape(p), min(rank, *_shape(p))) for p in matrices]
         sketched = sum(rows * r for rows, _, r in sizes)
         second = sum(rest * r for _, rest, r in sizes)
         # First message: all g_i R, what is sent whole, and a flag per parameter: has it a gradient?
-        first = sketched + sum(p.parameter.numel() for p in self._whole) + len(layout.places)
+        first = sketched + sum(p.parameter.numel() for p in self._whole) + len(places)
         memory = communicator.memory
         self._own_first, self._first = memory(first, torch.float32), memory(first, torch.float32)
         self._own_second, self._second = memory(second, torch.float32), memory(second, torch.float32)
@@ -111,49 +114,101 @@ class Sketcher:
         self._average_p = self._first[:sketched]
         self._own_whole = [own_p(place.shape) for place in self._whole]
         self._whole_average = [p(place.shape) for place in self._whole]
-        self._own_used, self._used = own_p((len(layout.places),)), p((len(layout.places),))
-        self._work: Work | None = None
+        self._own_used, self._used = own_p((len(places),)), p((len(places),))
+        self._finite = False
 
-    def launch(self, gradient: Vector, used: Sequence[bool]) -> None:
-        """Starts the first exchange; needs nothing but this rank's gradient."""
+    def launch_first(self, gradient: Vector, used: Sequence[bool]) -> Work:
+        """Needs nothing but this rank's gradient."""
         for m in self.matrices:
             m.times_basis(gradient, m.own_p)
         _copy(self._own_whole, [gradient.views[p.index] for p in self._whole])
-        self._own_used.copy_(torch.tensor(used, dtype=torch.float32))
-        self._work = self._communicator.allreduce(self._own_first, self._first, op="average", lane="urgent", tag=TAG)
+        self._own_used.copy_(torch.tensor([used[p.index] for p in self._places], dtype=torch.float32))
+        return self._allreduce(self._own_first, self._first, self._tag)
 
-    def finish(self, gradient: Vector, history: Vector, into: Vector, wait: Callable[[Work], None]) -> list[bool]:
-        """Writes c = h + Q; returns which parameters have a gradient on any rank in this step.
-
-        Where the sketch is not finite, c = h and the bases stay.
-        """
+    def expect(self, history: Vector) -> None:
+        """The share of h in the first exchange, h R, to be taken off what arrives."""
         for m in self.matrices:
             m.times_basis(history, m.history_p)
-        assert self._work is not None
-        wait(self._work)
-        self._work = None
+
+    def launch_second(self, gradient: Vector) -> Work:
+        """The first exchange is over. Also where it is of no use: ranks stay in step."""
         self._average_p.sub_(self._history_p)
-        finite = bool(torch.isfinite(self._first).all())
+        self._finite = bool(torch.isfinite(self._first).all())
         for m in self.matrices:
-            if finite:
+            if self._finite:
                 m.orthonormalize(m.rows, m.p)
             m.transposed_times_p(gradient, m.own_q)
-        # Also where it is of no use: communication never skips, so that ranks stay in step.
-        work = self._communicator.allreduce(self._own_second, self._second, op="average", lane="urgent", tag=TAG + 1)
+        return self._allreduce(self._own_second, self._second, self._tag + 1)
+
+    def expect_second(self, history: Vector) -> None:
+        """The share of h in the second exchange."""
         for m in self.matrices:
             m.transposed_times_p(history, m.history_q)
-        wait(work)
+
+    def end(self) -> bool:
+        """The second exchange is over. Is the sketch finite?"""
         self._second.sub_(self._history_q)
-        used = [count > 0 for count in self._used.tolist()]
-        if not (finite and bool(torch.isfinite(self._second).all())):
-            into.copy_(history)
-            return used
+        return self._finite and bool(torch.isfinite(self._second).all())
+
+    def used(self) -> list[bool]:
+        """Which of its parameters have a gradient on any rank."""
+        return [count > 0 for count in self._used.tolist()]
+
+    def expand(self, history: Vector, into: Vector) -> None:
+        """Writes its part of c = h + Q; the next bases are those of this sketch."""
         for m in self.matrices:
             m.expand(history, into)
         _copy([into.views[p.index] for p in self._whole], self._whole_average)
         self._bases.copy_(self._second)
         for m in self.matrices:
             m.orthonormalize(m.rest, m.r)
+
+    def _allreduce(self, own: Tensor, average: Tensor, tag: int) -> Work:
+        return self._communicator.allreduce(own, average, op="average", lane="urgent", tag=tag)
+
+
+class Sketcher:
+    """Keeps the bases, and makes c = h + Q once per step: `launch` for every bucket, then `finish`."""
+
+    def __init__(self, layout: Layout, communicator: Communicator, rank: int) -> None:
+        self._parts = [
+            _Part(members, communicator, rank, TAG + 2 * bucket) for bucket, members in enumerate(layout.members)
+        ]
+        self._parameters = len(layout.places)
+        self._places = layout.members
+        self.matrices = [m for part in self._parts for m in part.matrices]
+        self._works: list[Work] = []
+
+    def launch(self, gradient: Vector, used: Sequence[bool]) -> None:
+        """Starts the first exchange of the next bucket, in bucket order; it is full."""
+        self._works.append(self._parts[len(self._works)].launch_first(gradient, used))
+
+    def finish(self, gradient: Vector, history: Vector, into: Vector, wait: Callable[[Work], None]) -> list[bool]:
+        """Writes c = h + Q; returns which parameters have a gradient on any rank in this step.
+
+        Where the sketch is not finite, c = h and the bases stay.
+        """
+        works, self._works = self._works, []
+        second = []
+        for part, work in zip(self._parts, works, strict=True):
+            part.expect(history)
+            wait(work)
+            second.append(part.launch_second(gradient))
+        for part in self._parts:
+            part.expect_second(history)
+        finite = True
+        for part, work in zip(self._parts, second, strict=True):
+            wait(work)
+            finite &= part.end()
+        if finite:
+            for part in self._parts:
+                part.expand(history, into)
+        else:
+            into.copy_(history)
+        used = [False] * self._parameters
+        for part, members in zip(self._parts, self._places, strict=True):
+            for place, flag in zip(members, part.used(), strict=True):
+                used[place.index] = flag
         return used
 
 

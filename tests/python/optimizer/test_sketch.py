@@ -30,7 +30,8 @@ def sketch(gradients, history, rank, rounds=1, sketchers=None):
         sketcher = Sketcher(own, communicator, rank)
         into = own.vector()
         for _ in range(rounds):
-            sketcher.launch(gradients[communicator.rank], [True] * 4)
+            for _ in own.members:
+                sketcher.launch(gradients[communicator.rank], [True] * 4)
             used = sketcher.finish(gradients[communicator.rank], history, into, lambda work: work.wait())
             assert used == [True] * 4
         return into, sketcher
@@ -99,19 +100,20 @@ def test_not_finite_means_no_sketch_and_the_same_basis(bad):
             torch.testing.assert_close(m.basis.T @ m.basis, torch.eye(2))
 
 
-def test_two_messages_of_the_expected_size():
+def test_two_messages_per_bucket_of_the_expected_size():
     network = FakeNetwork(2)
     own = layout()
     gradient = own.vector()
 
     def body(communicator):
         sketcher = Sketcher(own, communicator, 2)
-        sketcher.launch(gradient, [True, False, True, True])
+        for _ in own.members:
+            sketcher.launch(gradient, [True, False, True, True])
         return sketcher.finish(gradient, gradient, own.vector(), lambda work: work.wait())
 
     for used in on_ranks(2, body, network):
         assert used == [True, False, True, True]
-    first = 2 * (6 + 20) + 9 + 20 + 4  # P of both, what is whole, a flag per parameter
-    second = 2 * (36 + 30)
-    assert [line.split()[-2] for line in network.log[0]] == [str(first), str(second)]
+    # Buckets: bias, small, wide; conv. First P, what is whole, a flag per parameter; then R'.
+    first, second = [2 * 20 + 9 + 20 + 3, 2 * 6 + 1], [2 * 30, 2 * 36]
+    assert [line.split()[-2] for line in network.log[0]] == [str(count) for count in first + second]
     assert all(line.startswith("urgent") for line in network.log[0])
