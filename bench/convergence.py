@@ -14,6 +14,7 @@ import copy
 import json
 import math
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -102,7 +103,14 @@ def train(cell: Cell, data: Data) -> dict[str, object]:
     with ThreadPoolExecutor(cell.workers) as threads:
         futures = [threads.submit(_rank, cell, data, copy.deepcopy(model), engine) for engine in engines]
         outcomes = [future.result() for future in futures]
-    return asdict(cell) | outcomes[0] | {"seconds": round(time.perf_counter() - start, 1)}
+    made = {"seconds": round(time.perf_counter() - start, 1), "commit": _commit()}
+    return asdict(cell) | outcomes[0] | made
+
+
+def _commit() -> str:
+    """What is measured, so that the lines of a table that grows over weeks can be told apart."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _rank(cell: Cell, data: Data, model: Net, engine: _core.Engine) -> dict[str, object]:
