@@ -19,6 +19,7 @@ from mdas.errors import (
     Error,
     InvalidArgumentError,
     MismatchError,
+    NonFiniteError,
     NotInitializedError,
     PeerLostError,
 )
@@ -26,7 +27,7 @@ from mdas.group import Group, allgather, allreduce, barrier, broadcast, new_grou
 from mdas.session import init, is_initialized, local_rank, local_size, node, rank, shutdown, size
 
 if TYPE_CHECKING:
-    from mdas.optimizer import DistributedOptimizer
+    from mdas.optimizer import DistributedOptimizer, join
 
 __all__ = [
     "ClosedError",
@@ -38,6 +39,7 @@ __all__ = [
     "InvalidArgumentError",
     "Memory",
     "MismatchError",
+    "NonFiniteError",
     "NotInitializedError",
     "PeerLostError",
     "Work",
@@ -48,6 +50,7 @@ __all__ = [
     "broadcast",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "new_group",
@@ -59,9 +62,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "DistributedOptimizer":
-        from mdas.optimizer import DistributedOptimizer
+_NEED_TORCH = ("DistributedOptimizer", "join")
 
-        return DistributedOptimizer
+
+def __getattr__(name: str) -> Any:
+    if name in _NEED_TORCH:
+        import mdas.optimizer
+
+        return getattr(mdas.optimizer, name)
     raise AttributeError(f"module 'mdas' has no attribute {name!r}")

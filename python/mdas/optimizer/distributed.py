@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -36,6 +37,14 @@ Predict = Literal["sketch", "sketch+blend", "blend", "history", "local", "none"]
 
 LOSS_TAG = 0xFFFF_0002
 
+_open: list[weakref.ref[DistributedOptimizer]] = []
+
+
+def open_optimizers() -> list[DistributedOptimizer]:
+    """Those of this process that are not closed, in the order of their construction."""
+    _open[:] = [ref for ref in _open if (optimizer := ref()) is not None and not optimizer._closed]
+    return [optimizer for ref in _open if (optimizer := ref()) is not None]
+
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """Trains a module on all ranks of a group, with the gradient exchange hidden behind computation.
@@ -67,6 +76,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_mb: size at which a bucket is closed and its exchange starts, in MiB.
         max_norm: clip the averaged gradient, over all parameters, to this 2-norm, as
             `torch.nn.utils.clip_grad_norm_` does; None: no clipping.
+        nan_check: what to do about an average that is not finite: "skip" the update on all ranks, with a warning
+            that names rank and parameter, or "raise" NonFiniteError on all ranks.
         fused: True or False to choose the update; None: fused where it fits, unless there is but one
             rank. Both give what torch gives; the generic one bit for bit, the fused one to rounding.
         group: an `mdas` group; None: all ranks of the job. The exchange has a group of its own of the same
@@ -91,6 +102,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         warmup_steps: int = 100,
         bucket_mb: float = 4.0,
         max_norm: float | None = None,
+        nan_check: Literal["skip", "raise"] = "skip",
         fused: bool | None = None,
         group: Group | None = None,
         communicator: Communicator | None = None,
@@ -101,12 +113,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "the optimizer is a DistributedOptimizer already: wrap a torch optimizer, once. To wrap it anew, "
                 "close() the first DistributedOptimizer and pass the torch optimizer again"
             )
-        check_options(optimizer, schedule, predict, sketch_rank, warmup_steps, bucket_mb, max_norm)
+        check_options(optimizer, schedule, predict, sketch_rank, warmup_steps, bucket_mb, max_norm, nan_check)
         named = trained_parameters(optimizer, module)
         communicator = communicator or _communicator(group)
         options = (
             f"schedule={schedule!r}, predict={predict!r}, sketch_rank={sketch_rank}, "
-            f"warmup_steps={warmup_steps}, bucket_mb={bucket_mb}, max_norm={max_norm}, fused={fused}"
+            f"warmup_steps={warmup_steps}, bucket_mb={bucket_mb}, max_norm={max_norm}, "
+            f"nan_check={nan_check!r}, fused={fused}"
         )
         require_agreement(communicator, [options, *describe(optimizer, module)])
         broadcast_tensors(communicator, [*module.parameters(), *module.buffers()])
@@ -127,6 +140,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             warmup_steps=warmup_steps if delayed else math.inf,
             sketch_rank=sketch_rank,
             max_norm=max_norm,
+            raise_nonfinite=nan_check == "raise",
         )
         self._collector = Collector(self._layout, self._pipeline.filled)
         self._collector.begin(self._pipeline.new_round())
@@ -139,6 +153,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # What unpickling a torch optimizer does: sets up hooks and profiling without parameter groups of
         # its own, since `param_groups` and `state` are those of the wrapped optimizer.
         super().__setstate__({"defaults": optimizer.defaults})
+        _open.append(weakref.ref(self))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -191,6 +206,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return value[0].to(torch.as_tensor(loss).dtype)
 
         return self._inner.step(averaged)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _idle_step(self) -> bool:
+        """A step without data, for `mdas.join`. Returns whether the newest average was made without any."""
+        self._collector.require_round()
+        if self._collector.started:
+            raise RuntimeError(
+                "backward() without step() at the end of mdas.join(): call step() after every backward()"
+            )
+        self._weights.forget()
+        self._pipeline.idle = True
+        try:
+            with self._finished_round(idle=True) as round:
+                self._pipeline.step(round, snapshot(self.param_groups))
+        finally:
+            self._pipeline.idle = False
+        return self._pipeline.all_idle
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Bytes in flight are never the user's, so that it may be called at any time."""
@@ -322,9 +354,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"DistributedOptimizer({how}, {self._update.name} update, {who}, of {self._inner!r})"
 
     @contextmanager
-    def _finished_round(self) -> Iterator[Round]:
+    def _finished_round(self, *, idle: bool = False) -> Iterator[Round]:
         """The round that a step uses up. If that fails, later uses say what happened."""
-        round = self._collector.finish()
+        round = self._collector.finish(idle=idle)
         try:
             yield round
         except BaseException as error:

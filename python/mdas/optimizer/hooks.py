@@ -36,6 +36,8 @@ class Round:
     """One per bucket launched, in bucket order."""
     tally_work: Work | None = None
     tally: Tally | None = None
+    number: int = 0
+    """Of the step at which the gradient was taken, counted from 0."""
     hyper: list[dict[str, object]] | None = None
     """The hyper-parameters of the step at which the gradient was taken."""
     squares: list[float] = field(default_factory=list)
@@ -50,6 +52,12 @@ class Round:
         if self.tally is None and self.tally_work is not None:
             self.tally_work.wait()
             self.tally, self.used = exchange.read()
+            if 0 < self.tally.active < exchange.size:
+                # The average of those that had data.
+                share = exchange.size / self.tally.active
+                torch._foreach_mul_(self.average.flats, share)
+                self.tally.square *= share
+                self.tally.spread *= share
 
 
 class Collector:
@@ -85,8 +93,9 @@ class Collector:
         self._next = 0
         self._taken = [None] * len(round.used)
 
-    def finish(self) -> Round:
-        """Fills in what no hook has brought, and hands the round over.
+    def finish(self, *, idle: bool = False) -> Round:
+        """Fills in what no hook has brought, and hands the round over; `idle`: with nothing, whatever
+        `param.grad` holds.
 
         Where no hook fired since the last step, `param.grad` counts as it stands, as it does for
         any torch optimizer; where it is None, the gradient is 0 and the parameter unused.
@@ -96,7 +105,7 @@ class Collector:
         for place in self._layout.places:
             if not round.used[place.index]:
                 gradient = place.parameter.grad
-                if gradient is None:
+                if gradient is None or idle:
                     round.gradient.views[place.index].zero_()
                 else:
                     self._take(round, place, gradient)

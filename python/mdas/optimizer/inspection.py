@@ -33,6 +33,7 @@ def check_options(
     warmup_steps: int,
     bucket_mb: float,
     max_norm: float | None,
+    nan_check: str,
 ) -> None:
     if schedule not in ("delayed", "sync"):
         raise InvalidArgumentError(f'schedule={schedule!r}: choose "delayed" or "sync"')
@@ -47,6 +48,8 @@ def check_options(
         raise InvalidArgumentError(f"bucket_mb={bucket_mb!r}: a finite number of MiB, more than 0")
     if not (max_norm is None or (isinstance(max_norm, (int, float)) and max_norm > 0)):
         raise InvalidArgumentError(f"max_norm={max_norm!r}: a number, more than 0, or None")
+    if nan_check not in ("skip", "raise"):
+        raise InvalidArgumentError(f'nan_check={nan_check!r}: choose "skip" or "raise"')
     if schedule == "delayed" and needs_closure(optimizer):
         raise InvalidArgumentError(
             f"{type(optimizer).__name__} evaluates the loss several times per step, at weights that depend on "

@@ -12,8 +12,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from mdas.communicator import Communicator, Work
-from mdas.errors import Error
+from mdas.errors import Error, NonFiniteError
 from mdas.optimizer import kernels
 from mdas.optimizer.buckets import Layout, Vector
 from mdas.optimizer.hooks import Round
@@ -49,6 +51,7 @@ class Pipeline:
         warmup_steps: float,
         sketch_rank: int,
         max_norm: float | None,
+        raise_nonfinite: bool = False,
     ) -> None:
         self.layout = layout
         self._update = update
@@ -58,6 +61,7 @@ class Pipeline:
         """Steps that are synchronous; infinity: all of them."""
         delayed = self._delayed = math.isfinite(warmup_steps)
         self._max_norm = max_norm
+        self._raise_nonfinite = raise_nonfinite
         self._rank, self._size = communicator.rank, communicator.size
         self.exchange = TallyExchange(communicator, len(layout.places))
         self.base: Vector | None = None
@@ -84,7 +88,15 @@ class Pipeline:
         """c = h + Q of the last delayed step."""
         if prediction is not None and prediction.sketch:
             self.sketcher, self.sketched = Sketcher(layout, communicator, sketch_rank), layout.vector()
+        self.idle = False
+        """This rank has no data (see `joining`)."""
+        self.last_active = -1
+        """The last step for which it had."""
+        self.all_idle = False
+        """Had no rank data when the newest average was made?"""
         self._lost = False
+        self._torn = False
+        """Was an update interrupted while it changed the weights?"""
         self._contribution = Tally()
         self._ended = time.perf_counter()
 
@@ -116,7 +128,7 @@ class Pipeline:
         """Backward has filled a bucket; those before it are full, too."""
         sketching = self.sketcher is not None and not self._together
         if self.sketcher is not None and sketching:
-            self.sketcher.launch(round.gradient, round.used)
+            self.sketcher.launch(round.gradient, round.used, active=not self.idle)
         # The last one has a whole step to arrive, and everybody waits for the sketch: that goes first.
         if not (sketching and bucket == len(self.layout.members) - 1):
             self._exchange(round, bucket)
@@ -127,6 +139,10 @@ class Pipeline:
 
     def step(self, round: Round, hyper: Hyper) -> None:
         """Takes a round all of whose buckets are full."""
+        round.number = self.measured.steps
+        if not self.idle:
+            self.last_active = round.number
+        self._contribution.active = float(not self.idle)
         self._contribution.compute = time.perf_counter() - self._ended
         if self._together:
             self._step_together(round, hyper)
@@ -164,7 +180,14 @@ class Pipeline:
     def settled(self) -> Round | None:
         """The round in flight, once its average has arrived; None if there is none, or if it never will,
         because a rank is gone: what can be saved then is what there was before it.
+
+        Raises RuntimeError if an update was interrupted.
         """
+        if self._torn:
+            raise RuntimeError(
+                "a step was interrupted while it changed the weights: they and the optimizer's state are neither those "
+                "before it nor those after it. Go on from the last checkpoint"
+            )
         if self.pending is None:
             return None
         try:
@@ -200,16 +223,16 @@ class Pipeline:
         if self.pending is not None:
             real = self._arrive(self.pending)
             self.pending = None
-            self._update.run(self.base, real)
+            self._run(self.base, real)
         if self.base is not None:
-            self._update.run(self.base, None, self.layout.parameters)
+            self._run(self.base, None, self.layout.parameters)
             self.base = None
 
     def _step_together(self, round: Round, hyper: Hyper) -> None:
         self.finish()
         round.hyper = hyper
         self._launch_tally(round, self.history)
-        self._update.run(None, self._arrive(round))
+        self._run(None, self._arrive(round))
 
     def _step_delayed(self, round: Round, hyper: Hyper) -> None:
         if self.base is None:
@@ -226,7 +249,19 @@ class Pipeline:
                 self._exchange(round, bucket)
         self._launch_tally(round, shared)
         self.pending = round
-        self._update.run(self.base, real, self.layout.parameters, self._predict(round, shared, used))
+        self._run(self.base, real, self.layout.parameters, self._predict(round, shared, used))
+
+    def _run(
+        self,
+        base: Vector | None,
+        real: Change | None,
+        forward: Sequence[Tensor] | None = None,
+        prediction: Change | None = None,
+    ) -> None:
+        """An update for good. If it is interrupted midway (Ctrl-C), nobody knows any more what the weights are."""
+        self._torn = True
+        self._update.run(base, real, forward, prediction)
+        self._torn = False
 
     def _arrive(self, round: Round) -> Change | None:
         """Waits for a round. Its average becomes the history, and is returned to be applied; None if
@@ -237,17 +272,20 @@ class Pipeline:
         self._waited(start)
         assert round.tally is not None
         self.tally = round.tally
+        self.all_idle = self.tally.active == 0
         own = self._contribution
         own.bulk, own.urgent = in_flight(round.works), in_flight([round.tally_work])
         square = kernels.squared_norm(round.average)
         if not math.isfinite(square):
             self.measured.skipped += 1
+            where = self._culprit(self.tally)
+            if self._raise_nonfinite:
+                raise NonFiniteError(f"step {round.number}: {where}")
             if self.measured.skipped.bit_count() == 1:  # the 1st, 2nd, 4th, ...: a run may be full of them
                 logger.warning(
-                    "step %d: the average gradient is not finite (%d ranks had a NaN or an infinity); update "
-                    "skipped on all ranks, the %d. in this run",
-                    self.measured.steps,
-                    int(self.tally.nonfinite),
+                    "step %d: %s; update skipped on all ranks, the %d. in this run",
+                    round.number,
+                    where,
                     self.measured.skipped,
                 )
             self._free.append(round.average)
@@ -264,13 +302,25 @@ class Pipeline:
         self.history, self.used, self.informed = round.average, round.used, True
         return self._real(round, square)
 
+    def _culprit(self, tally: Tally) -> str:
+        """Whose gradient made an average that is not finite."""
+        ranks = int(tally.nonfinite)
+        if ranks == 0:
+            return "the average gradient is not finite, though every rank's own is: their sum overflows"
+        if ranks > 1:
+            return f"the gradients of {ranks} ranks have a NaN or an infinity"
+        name = self.layout.places[int(tally.parameter)].name
+        return f"the gradient of parameter {name!r} on rank {int(tally.culprit)} has a NaN or an infinity"
+
     def _real(self, round: Round, square: float) -> Change:
         return Change(round.average, round.used, scale=self._clip(square), hyper=round.hyper)
 
     def _launch_tally(self, round: Round, shared: Vector) -> None:
         own, self._contribution = self._contribution, Tally()
         own.square = sum(round.squares) / self._size
-        own.nonfinite = float(not math.isfinite(own.square))
+        bad = [index for index, square in enumerate(round.squares) if not math.isfinite(square)]
+        if bad:
+            own.nonfinite, own.culprit, own.parameter = 1.0, float(self._rank), float(bad[0])
         if self.adaptive:
             round.shared = shared
             own.spread = kernels.squared_distance(round.gradient, shared) / self._size

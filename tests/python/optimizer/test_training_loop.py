@@ -10,6 +10,7 @@ from ranks import FakeNetwork, on_core_ranks, on_ranks
 from reference import simulate
 from torch import nn
 
+from mdas.errors import NonFiniteError
 from training import base, built, flat, loss, mlp, sgd, train, wrapped
 
 MODES = {
@@ -327,6 +328,32 @@ def test_a_nan_on_one_rank_is_skipped_by_all(mode):
     for _, w, _, optimizer in out:
         assert torch.isfinite(w).all()
         assert optimizer.skipped_steps == 1
+
+
+def test_the_culprit_of_a_nan_is_named(mode, caplog):
+    """And with nan_check="raise" all ranks stop, and say the same."""
+
+    def with_nan(model, step, rank):
+        if (step, rank) == (4, 1):
+            model[2].weight.register_hook(lambda g: g * math.nan)
+        return loss(model, step, rank)
+
+    def body(communicator, nan_check):
+        model = mlp()
+        optimizer = wrapped(model, communicator, nan_check=nan_check, **MODES[mode])
+        train(optimizer, model, range(5), communicator.rank, loss=with_nan)
+        train(optimizer, model, range(5, 6), communicator.rank)
+
+    with caplog.at_level("WARNING", "mdas.optimizer"):
+        on_ranks(3, lambda communicator: body(communicator, "skip"))
+    where = "step 4: the gradient of parameter '2.weight' on rank 1 has a NaN or an infinity"
+    assert [record.getMessage().startswith(where) for record in caplog.records[:3]] == [True] * 3
+
+    def stops(communicator):
+        with pytest.raises(NonFiniteError, match=where):
+            body(communicator, "raise")
+
+    on_ranks(3, stops)
 
 
 def test_step_without_backward(mode):
