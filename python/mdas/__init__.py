@@ -27,7 +27,7 @@ from mdas.group import Group, allgather, allreduce, barrier, broadcast, new_grou
 from mdas.session import init, is_initialized, local_rank, local_size, node, rank, shutdown, size
 
 if TYPE_CHECKING:
-    from mdas.optimizer import DistributedOptimizer, join
+    from mdas.optimizer import DistributedOptimizer, GradScaler, join
 
 __all__ = [
     "ClosedError",
@@ -35,6 +35,7 @@ __all__ = [
     "ConfigurationError",
     "DistributedOptimizer",
     "Error",
+    "GradScaler",
     "Group",
     "InvalidArgumentError",
     "Memory",
@@ -62,7 +63,7 @@ __all__ = [
 ]
 
 
-_NEED_TORCH = ("DistributedOptimizer", "join")
+_NEED_TORCH = ("DistributedOptimizer", "GradScaler", "join")
 
 
 def __getattr__(name: str) -> Any:

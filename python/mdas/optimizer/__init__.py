@@ -2,5 +2,6 @@
 
 from mdas.optimizer.distributed import DistributedOptimizer
 from mdas.optimizer.joining import join
+from mdas.optimizer.scaling import GradScaler
 
-__all__ = ["DistributedOptimizer", "join"]
+__all__ = ["DistributedOptimizer", "GradScaler", "join"]

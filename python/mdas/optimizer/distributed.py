@@ -155,6 +155,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().__setstate__({"defaults": optimizer.defaults})
         _open.append(weakref.ref(self))
 
+    # torch.amp.GradScaler then calls step() whatever it has found, and tells us; see there.
+    _step_supports_amp_scaling = True
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The parameter groups of the wrapped optimizer."""
@@ -174,6 +177,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         `state_dict()` of module and optimizer still work, without an average that has been lost.
         `closure`, if given, is evaluated first (once; by LBFGS as often as it likes), and its value returned.
         """
+        if vars(self).pop("grad_scale", None) is not None:
+            vars(self).pop("found_inf", None)
+            raise RuntimeError(
+                "torch.amp.GradScaler looks for an overflow in this rank's gradient alone, so that scales and steps "
+                "would part: use mdas.GradScaler, which takes the same arguments"
+            )
+        return self._step(closure, 1.0)
+
+    def _step(self, closure: Callable[[], Any] | None, unit: float) -> Any:
+        """`unit`: what the loss was multiplied by."""
         self._collector.require_round()
         if self._weights.lent:
             raise RuntimeError("optimizer.step() within base_weights(): leave it first")
@@ -186,10 +199,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with self._finished_round() as round:
-            self._pipeline.step(round, snapshot(self.param_groups))
+            self._pipeline.step(round, snapshot(self.param_groups), unit)
         # A scheduler that was built on the wrapped optimizer asks it whether it has made a step.
         self._inner._opt_called = True  # type: ignore[attr-defined]
         return loss
+
+    @torch.no_grad()
+    def _scaled_step(self, scale: float) -> None:
+        """For `GradScaler`: a step whose loss was multiplied by `scale`."""
+        if self._needs_closure:
+            raise RuntimeError(f"{type(self._inner).__name__} cannot be used with a GradScaler")
+        self._step(None, scale)
 
     def _step_by_closure(self, closure: Callable[[], Any] | None) -> Any:
         """The wrapped optimizer evaluates as often as it likes, with averaged loss and gradients."""
@@ -219,7 +239,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._pipeline.idle = True
         try:
             with self._finished_round(idle=True) as round:
-                self._pipeline.step(round, snapshot(self.param_groups))
+                self._pipeline.step(round, snapshot(self.param_groups), self._pipeline.unit)
         finally:
             self._pipeline.idle = False
         return self._pipeline.all_idle
@@ -265,7 +285,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         index = self._index.get(parameter)
         if index is None:
             raise InvalidArgumentError("averaged_grad: not a parameter that this optimizer trains")
-        return self._pipeline.history.views[index].clone() if self._pipeline.used[index] else None
+        pipeline = self._pipeline
+        return pipeline.history.views[index] / pipeline.unit if pipeline.used[index] else None
 
     def sync_buffers(self) -> None:
         """Averages the module's floating-point buffers (BatchNorm statistics) over the ranks. Collective:

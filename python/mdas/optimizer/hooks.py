@@ -38,6 +38,8 @@ class Round:
     tally: Tally | None = None
     number: int = 0
     """Of the step at which the gradient was taken, counted from 0."""
+    unit: float = 1.0
+    """What the loss was multiplied by (see `GradScaler`), and so the gradient."""
     hyper: list[dict[str, object]] | None = None
     """The hyper-parameters of the step at which the gradient was taken."""
     squares: list[float] = field(default_factory=list)

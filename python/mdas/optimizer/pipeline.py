@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mdas.communicator import Communicator, Work
@@ -62,7 +63,7 @@ class Pipeline:
         delayed = self._delayed = math.isfinite(warmup_steps)
         self._max_norm = max_norm
         self._raise_nonfinite = raise_nonfinite
-        self._rank, self._size = communicator.rank, communicator.size
+        self._rank, self.size = communicator.rank, communicator.size
         self.exchange = TallyExchange(communicator, len(layout.places))
         self.base: Vector | None = None
         """b. None while the parameters themselves are the base weights."""
@@ -88,6 +89,10 @@ class Pipeline:
         """c = h + Q of the last delayed step."""
         if prediction is not None and prediction.sketch:
             self.sketcher, self.sketched = Sketcher(layout, communicator, sketch_rank), layout.vector()
+        self.unit = 1.0
+        """What gradients, averages and history are multiplied by, all alike (loss scaling)."""
+        self.overflowed = False
+        """Was the average that arrived in the last step not finite, and taken with the present unit?"""
         self.idle = False
         """This rank has no data (see `joining`)."""
         self.last_active = -1
@@ -137,9 +142,11 @@ class Pipeline:
         own, average = round.gradient.flats[bucket], round.average.flats[bucket]
         round.works.append(self._communicator.allreduce(own, average, op="average", lane="bulk", tag=bucket))
 
-    def step(self, round: Round, hyper: Hyper) -> None:
-        """Takes a round all of whose buckets are full."""
-        round.number = self.measured.steps
+    def step(self, round: Round, hyper: Hyper, unit: float = 1.0) -> None:
+        """Takes a round all of whose buckets are full, of a loss that was multiplied by `unit`."""
+        round.number, round.unit, self.overflowed = self.measured.steps, unit, False
+        if unit != self.unit:
+            self._change_unit(unit)
         if not self.idle:
             self.last_active = round.number
         self._contribution.active = float(not self.idle)
@@ -228,6 +235,20 @@ class Pipeline:
             self._run(self.base, None, self.layout.parameters)
             self.base = None
 
+    def _change_unit(self, unit: float) -> None:
+        """Differences between gradients make sense in one unit only. (Exact for powers of two.)"""
+        vectors = [self.history]
+        if self.sketched is not None:
+            vectors.append(self.sketched)
+        if self.pending is not None:
+            start = time.perf_counter()
+            self.pending.settle(self.exchange)
+            self._waited(start)
+            vectors.append(self.pending.average)
+        for vector in vectors:
+            torch._foreach_mul_(vector.flats, unit / self.unit)
+        self.unit = unit
+
     def _step_together(self, round: Round, hyper: Hyper) -> None:
         self.finish()
         round.hyper = hyper
@@ -278,6 +299,8 @@ class Pipeline:
         square = kernels.squared_norm(round.average)
         if not math.isfinite(square):
             self.measured.skipped += 1
+            # One that was taken with another unit has changed that already.
+            self.overflowed = round.unit == self.unit
             where = self._culprit(self.tally)
             if self._raise_nonfinite:
                 raise NonFiniteError(f"step {round.number}: {where}")
@@ -292,12 +315,12 @@ class Pipeline:
             return None
         if self.adaptive and self.informed:
             assert round.shared is not None
-            error = kernels.squared_distance(round.average, round.shared)
+            error = kernels.squared_distance(round.average, round.shared) / self.unit**2
             self.confidence.observe(round.tally.spread, error)
             if self._rank == 0:
                 own.error = error
         if self._rank == 0:
-            own.average_square = square
+            own.average_square = square / self.unit**2
         self._free.append(self.history)
         self.history, self.used, self.informed = round.average, round.used, True
         return self._real(round, square)
@@ -317,13 +340,13 @@ class Pipeline:
 
     def _launch_tally(self, round: Round, shared: Vector) -> None:
         own, self._contribution = self._contribution, Tally()
-        own.square = sum(round.squares) / self._size
+        own.square = sum(round.squares) / self.unit**2 / self.size
         bad = [index for index, square in enumerate(round.squares) if not math.isfinite(square)]
         if bad:
             own.nonfinite, own.culprit, own.parameter = 1.0, float(self._rank), float(bad[0])
         if self.adaptive:
             round.shared = shared
-            own.spread = kernels.squared_distance(round.gradient, shared) / self._size
+            own.spread = kernels.squared_distance(round.gradient, shared) / self.unit**2 / self.size
         round.tally_work = self.exchange.launch(own, round.used)
 
     def _predict(self, round: Round, shared: Vector, used: list[bool]) -> Change | None:
@@ -333,9 +356,9 @@ class Pipeline:
         alpha = self.confidence.alpha if self._prediction.alpha is None else self._prediction.alpha
         if not math.isfinite(sum(round.squares)):
             alpha = 1.0  # this rank's gradient must not reach its weights
-        change = Change(shared, used)
+        change = Change(shared, used, scale=1.0 / self.unit)
         if alpha == 0.0:
-            change = Change(round.gradient, round.used)  # as it is, not to rounding
+            change = Change(round.gradient, round.used, scale=1.0 / self.unit)  # as it is, not to rounding
         elif alpha < 1.0:
             change.used = [a or b for a, b in zip(used, round.used, strict=True)]
             change.local, change.alpha = round.gradient, alpha
@@ -344,10 +367,12 @@ class Pipeline:
         return change
 
     def _clip(self, square: float) -> float:
-        """Factor for a gradient of this squared norm, as torch.nn.utils.clip_grad_norm_ computes it."""
+        """Factor for a gradient of this squared norm: out of its unit, and clipped as
+        torch.nn.utils.clip_grad_norm_ would clip what it then is.
+        """
         if self._max_norm is None:
-            return 1.0
-        return min(1.0, self._max_norm / (math.sqrt(square) + 1e-6))
+            return 1.0 / self.unit
+        return min(1.0, self._max_norm / (math.sqrt(square) / self.unit + 1e-6)) / self.unit
 
     def _wait(self, work: Work) -> None:
         start = time.perf_counter()
