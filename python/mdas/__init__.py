@@ -24,6 +24,7 @@ from mdas.errors import (
     PeerLostError,
 )
 from mdas.group import Group, allgather, allreduce, barrier, broadcast, new_group, reduce_scatter
+from mdas.objects import any, average, broadcast_object
 from mdas.session import init, is_initialized, local_rank, local_size, node, rank, shutdown, size
 
 if TYPE_CHECKING:
@@ -47,8 +48,11 @@ __all__ = [
     "__version__",
     "allgather",
     "allreduce",
+    "any",
+    "average",
     "barrier",
     "broadcast",
+    "broadcast_object",
     "init",
     "is_initialized",
     "join",
