@@ -19,6 +19,7 @@ from mdas.optimizer.hooks import Round
 from mdas.optimizer.pipeline import Pipeline
 from mdas.optimizer.predict import Confidence
 from mdas.optimizer.tally import Tally
+from mdas.optimizer.update import Clip
 
 logger = logging.getLogger("mdas.optimizer")
 
@@ -60,6 +61,7 @@ def save(pipeline: Pipeline, rank: int, predict: str) -> dict[str, Any]:
             "used": _flags(layout, pending.used),
             "tally": dataclasses.asdict(pending.tally),
             "hyper": pending.hyper,
+            "clip": dataclasses.asdict(pending.clip),
             "shared": None,
         }
         if pipeline.adaptive and pending.shared is not pipeline.history:
@@ -126,6 +128,8 @@ def _pending(pipeline: Pipeline, saved: dict[str, Any]) -> Round:
     round.tally = Tally(**saved["tally"])
     round.hyper = saved["hyper"]
     round.unit = pipeline.unit
+    if "clip" in saved:
+        round.clip = Clip(**saved["clip"])
     round.shared = pipeline.history
     if saved["shared"] is not None and pipeline.sketched is not None:
         _fill(layout, pipeline.sketched, saved["shared"])

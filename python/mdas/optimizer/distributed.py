@@ -8,6 +8,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ from mdas.optimizer.inspection import check_options, check_types, describe, need
 from mdas.optimizer.pipeline import Pipeline
 from mdas.optimizer.predict import PREDICTIONS
 from mdas.optimizer.tally import Tally
-from mdas.optimizer.update import GenericUpdate, Update, snapshot
+from mdas.optimizer.update import Clip, GenericUpdate, Update, snapshot
 from mdas.optimizer.weights import BaseWeights
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_mb: size at which a bucket is closed and its exchange starts, in MiB.
         max_norm: clip the averaged gradient, over all parameters, to this 2-norm, as
             `torch.nn.utils.clip_grad_norm_` does; None: no clipping.
+        max_value: clip every element of the averaged gradient to [-max_value, max_value], as
+            `torch.nn.utils.clip_grad_value_` does (with the generic update); None: no clipping.
         nan_check: what to do about an average that is not finite: "skip" the update on all ranks, with a warning
             that names rank and parameter, or "raise" NonFiniteError on all ranks.
         fused: True or False to choose the update; None: fused where it fits, unless there is but one
@@ -102,6 +105,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         warmup_steps: int = 100,
         bucket_mb: float = 4.0,
         max_norm: float | None = None,
+        max_value: float | None = None,
         nan_check: Literal["skip", "raise"] = "skip",
         fused: bool | None = None,
         group: Group | None = None,
@@ -113,13 +117,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "the optimizer is a DistributedOptimizer already: wrap a torch optimizer, once. To wrap it anew, "
                 "close() the first DistributedOptimizer and pass the torch optimizer again"
             )
-        check_options(optimizer, schedule, predict, sketch_rank, warmup_steps, bucket_mb, max_norm, nan_check)
+        check_options(
+            optimizer, schedule, predict, sketch_rank, warmup_steps, bucket_mb, max_norm, max_value, nan_check
+        )
         named = trained_parameters(optimizer, module)
         communicator = communicator or _communicator(group)
         options = (
             f"schedule={schedule!r}, predict={predict!r}, sketch_rank={sketch_rank}, "
             f"warmup_steps={warmup_steps}, bucket_mb={bucket_mb}, max_norm={max_norm}, "
-            f"nan_check={nan_check!r}, fused={fused}"
+            f"max_value={max_value}, nan_check={nan_check!r}, fused={fused}"
         )
         require_agreement(communicator, [options, *describe(optimizer, module)])
         broadcast_tensors(communicator, [*module.parameters(), *module.buffers()])
@@ -131,7 +137,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._predict = predict
         self._layout = Layout(named, int(bucket_mb * 2**20))
         # One rank by itself is to give exactly what torch gives.
-        self._update = _update(optimizer, self._layout, False if communicator.size == 1 and not fused else fused)
+        if fused and max_value is not None:
+            raise InvalidArgumentError("fused=True: the fused update cannot clip by value (max_value)")
+        if communicator.size == 1 or max_value is not None:
+            fused = fused or False
+        self._update = _update(optimizer, self._layout, fused)
         self._pipeline = Pipeline(
             self._layout,
             communicator,
@@ -139,7 +149,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             PREDICTIONS[predict] if delayed else None,
             warmup_steps=warmup_steps if delayed else math.inf,
             sketch_rank=sketch_rank,
-            max_norm=max_norm,
+            clip=Clip(max_norm, max_value),
             raise_nonfinite=nan_check == "raise",
         )
         self._collector = Collector(self._layout, self._pipeline.filled)
@@ -263,6 +273,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
         exchanges the sum. All ranks use it alike.
         """
         return self._collector.pause()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clips the average of this step's gradients to this 2-norm when it is applied, instead of `max_norm=`.
+
+        Between `backward()` and `step()`, on all ranks, in place of `torch.nn.utils.clip_grad_norm_`. Returns the
+        norm, before clipping, of the newest average that is known (0-dimensional, the same on all ranks): in a
+        synchronous step that of this step, under the delayed schedule that of two steps ago.
+        """
+        _positive("max_norm", max_norm)
+        round = self._collector.complete()
+        round.clip = replace(round.clip, norm=max_norm)
+        return torch.tensor(self._pipeline.norm(round))
+
+    def clip_grad_value_(self, max_value: float) -> None:
+        """Clips every element of the average of this step's gradients when it is applied, instead of `max_value=`.
+
+        Between `backward()` and `step()`, on all ranks, in place of `torch.nn.utils.clip_grad_value_`; with the
+        generic update only (`fused=False`), else RuntimeError.
+        """
+        _positive("max_value", max_value)
+        if isinstance(self._update, FusedUpdate):
+            raise RuntimeError(
+                "clip_grad_value_: the fused update cannot; build DistributedOptimizer(..., fused=False)"
+            )
+        round = self._collector.complete()
+        round.clip = replace(round.clip, value=max_value)
 
     def base_weights(self) -> AbstractContextManager[None]:
         """Within it, the module holds the base weights with the pending average applied: the same on all
@@ -397,6 +434,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     "a parameter that did not require a gradient when DistributedOptimizer was built has one "
                     "now: close() the optimizer and wrap it again, on all ranks"
                 )
+
+
+def _positive(name: str, value: float) -> None:
+    if not (isinstance(value, (int, float)) and value > 0):
+        raise InvalidArgumentError(f"{name}={value!r}: a number, more than 0")
 
 
 def _communicator(group: Group | None) -> Communicator:

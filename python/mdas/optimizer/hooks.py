@@ -15,6 +15,7 @@ from mdas.communicator import Work
 from mdas.optimizer import kernels
 from mdas.optimizer.buckets import Layout, Place, Vector
 from mdas.optimizer.tally import Tally, TallyExchange
+from mdas.optimizer.update import Clip
 
 SPARSE = (
     "only dense gradients can be averaged in buckets; build the embedding with sparse=False, "
@@ -38,6 +39,8 @@ class Round:
     tally: Tally | None = None
     number: int = 0
     """Of the step at which the gradient was taken, counted from 0."""
+    clip: Clip = field(default_factory=Clip)
+    """How its average is clipped when it is applied."""
     unit: float = 1.0
     """What the loss was multiplied by (see `GradScaler`), and so the gradient."""
     hyper: list[dict[str, object]] | None = None
@@ -104,6 +107,13 @@ class Collector:
         """
         round = self._current()
         self._warn_of_changes()
+        self._fill(round, idle=idle)
+        self._round, self._taken = None, []
+        return round
+
+    def _fill(self, round: Round, *, idle: bool) -> None:
+        if self._next == len(self._missing):
+            return
         for place in self._layout.places:
             if not round.used[place.index]:
                 gradient = place.parameter.grad
@@ -113,8 +123,6 @@ class Collector:
                     self._take(round, place, gradient)
         self._missing = [0] * len(self._missing)
         self._hand_on(round)
-        self._round, self._taken = None, []
-        return round
 
     @property
     def started(self) -> bool:
@@ -138,6 +146,12 @@ class Collector:
             yield
         finally:
             self._refusal = before
+
+    def complete(self) -> Round:
+        """As `finish`, but the round stays until that is called; changes of `param.grad` come too late."""
+        round = self._current()
+        self._fill(round, idle=False)
+        return round
 
     def require_round(self) -> None:
         """Raises RuntimeError, with the reason, after the end."""
@@ -197,7 +211,7 @@ class Collector:
             self._warned = True
             warnings.warn(
                 f"p.grad of {place.name!r} was changed between backward() and step(); its exchange had already "
-                "started, so the change has no effect. Clip with DistributedOptimizer(..., max_norm=...), scale "
+                "started, so the change has no effect. Clip with optimizer.clip_grad_norm_(...) or max_norm=, scale "
                 "the loss instead of the gradients, and zero them after step() or before backward().",
                 UserWarning,
                 stacklevel=2,

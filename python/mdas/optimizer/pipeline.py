@@ -23,7 +23,7 @@ from mdas.optimizer.hooks import Round
 from mdas.optimizer.predict import Confidence, Prediction
 from mdas.optimizer.sketch import Sketcher
 from mdas.optimizer.tally import Tally, TallyExchange
-from mdas.optimizer.update import Change, Hyper, Update
+from mdas.optimizer.update import Change, Clip, Hyper, Update
 
 logger = logging.getLogger("mdas.optimizer")
 
@@ -51,7 +51,7 @@ class Pipeline:
         *,
         warmup_steps: float,
         sketch_rank: int,
-        max_norm: float | None,
+        clip: Clip,
         raise_nonfinite: bool = False,
     ) -> None:
         self.layout = layout
@@ -61,7 +61,7 @@ class Pipeline:
         self.warmup_steps = warmup_steps
         """Steps that are synchronous; infinity: all of them."""
         delayed = self._delayed = math.isfinite(warmup_steps)
-        self._max_norm = max_norm
+        self.clip = clip
         self._raise_nonfinite = raise_nonfinite
         self._rank, self.size = communicator.rank, communicator.size
         self.exchange = TallyExchange(communicator, len(layout.places))
@@ -108,12 +108,12 @@ class Pipeline:
     def new_round(self) -> Round:
         """Memory for the next step's gradient and its average."""
         self._slots.reverse()
-        return Round(self._slots[-1], self._free.pop(), [False] * len(self.layout.places))
+        return Round(self._slots[-1], self._free.pop(), [False] * len(self.layout.places), clip=self.clip)
 
     def other_round(self) -> Round:
         """A round beside the one that is being filled; for one that has arrived already."""
         average = self._free.pop() if self._delayed else self.layout.vector()
-        return Round(self._slots[0], average, [False] * len(self.layout.places))
+        return Round(self._slots[0], average, [False] * len(self.layout.places), clip=self.clip)
 
     def observe(self, loss: float | None, samples: int | None) -> None:
         """Adds to the next step's tally."""
@@ -157,6 +157,18 @@ class Pipeline:
             self._step_delayed(round, hyper)
         self.measured.steps += 1
         self._ended = time.perf_counter()
+
+    def norm(self, round: Round) -> float:
+        """The 2-norm, out of its unit, of the newest average that is known: in a synchronous step that of this very
+        round, all of whose buckets are full; it is waited for.
+        """
+        if not self._together:
+            return math.sqrt(kernels.squared_norm(self.history)) / self.unit
+        start = time.perf_counter()
+        for work in round.works:
+            work.wait()
+        self._waited(start)
+        return math.sqrt(kernels.squared_norm(round.average)) / self.unit
 
     def average_into_grads(self, round: Round) -> None:
         """Waits for a round all of whose buckets are full; `param.grad` becomes the average."""
@@ -336,7 +348,8 @@ class Pipeline:
         return f"the gradient of parameter {name!r} on rank {int(tally.culprit)} has a NaN or an infinity"
 
     def _real(self, round: Round, square: float) -> Change:
-        return Change(round.average, round.used, scale=self._clip(square), hyper=round.hyper)
+        scale, limit = self._scale(square, round.clip), round.clip.value
+        return Change(round.average, round.used, scale=scale, limit=limit, hyper=round.hyper)
 
     def _launch_tally(self, round: Round, shared: Vector) -> None:
         own, self._contribution = self._contribution, Tally()
@@ -362,17 +375,18 @@ class Pipeline:
         elif alpha < 1.0:
             change.used = [a or b for a, b in zip(used, round.used, strict=True)]
             change.local, change.alpha = round.gradient, alpha
-        if self._max_norm is not None:
-            change.scale = self._clip(kernels.squared_blend(change.shared, change.local, change.alpha))
+        if round.clip.norm is not None:
+            change.scale = self._scale(kernels.squared_blend(change.shared, change.local, change.alpha), round.clip)
+        change.limit = round.clip.value
         return change
 
-    def _clip(self, square: float) -> float:
+    def _scale(self, square: float, clip: Clip) -> float:
         """Factor for a gradient of this squared norm: out of its unit, and clipped as
         torch.nn.utils.clip_grad_norm_ would clip what it then is.
         """
-        if self._max_norm is None:
+        if clip.norm is None:
             return 1.0 / self.unit
-        return min(1.0, self._max_norm / (math.sqrt(square) / self.unit + 1e-6)) / self.unit
+        return min(1.0, clip.norm / (math.sqrt(square) / self.unit + 1e-6)) / self.unit
 
     def _wait(self, work: Work) -> None:
         start = time.perf_counter()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mdas import _core
 from mdas.communicator import Communicator, Work
-from mdas.optimizer.buckets import Layout, Place, Vector
+from mdas.optimizer.buckets import Layout, Place, Vector, real
 
 TAG = 0xFFFF_0100
 SEED = 0x6D64_6173  # any, but equal on all ranks
@@ -86,7 +86,7 @@ class _Part:
         sketched = sum(rows * r for rows, _, r in sizes)
         second = sum(rest * r for _, rest, r in sizes)
         # First message: all g_i R, what is sent whole, and flags: has the rank data, has the parameter a gradient?
-        first = sketched + sum(p.parameter.numel() for p in self._whole) + 1 + len(places)
+        first = sketched + sum(p.count for p in self._whole) + 1 + len(places)
         memory = communicator.memory
         self._own_first, self._first = memory(first, torch.float32), memory(first, torch.float32)
         self._own_second, self._second = memory(second, torch.float32), memory(second, torch.float32)
@@ -112,8 +112,8 @@ class _Part:
             matrix.orthonormalize(rest, matrix.r)  # a basis of zeros is refilled altogether
             self.matrices.append(matrix)
         self._average_p = self._first[:sketched]
-        self._own_whole = [own_p(place.shape) for place in self._whole]
-        self._whole_average = [p(place.shape) for place in self._whole]
+        self._own_whole = [own_p((place.count,)) for place in self._whole]
+        self._whole_average = [p((place.count,)) for place in self._whole]
         self._own_flags, self._flags = own_p((1 + len(places),)), p((1 + len(places),))
         self._finite, self._share = False, 1.0
 
@@ -121,7 +121,7 @@ class _Part:
         """Needs nothing but this rank's gradient."""
         for m in self.matrices:
             m.times_basis(gradient, m.own_p)
-        _copy(self._own_whole, [gradient.views[p.index] for p in self._whole])
+        _copy(self._own_whole, [real(gradient.views[p.index]).view(-1) for p in self._whole])
         flags = [active, *(used[p.index] for p in self._places)]
         self._own_flags.copy_(torch.tensor(flags, dtype=torch.float32))
         return self._allreduce(self._own_first, self._first, self._tag)
@@ -164,7 +164,7 @@ class _Part:
         """Writes its part of c = h + Q; the next bases are those of this sketch."""
         for m in self.matrices:
             m.expand(history, into)
-        _copy([into.views[p.index] for p in self._whole], self._whole_average)
+        _copy([real(into.views[p.index]).view(-1) for p in self._whole], self._whole_average)
         self._bases.copy_(self._second)
         for m in self.matrices:
             m.orthonormalize(m.rest, m.r)
@@ -226,6 +226,8 @@ def _shape(place: Place) -> tuple[int, int]:
 
 def _shrinks(place: Place, rank: int) -> bool:
     rows, rest = _shape(place)
+    if place.parameter.is_complex():
+        return False
     return (rows + rest) * min(rank, rows, rest) < rows * rest
 
 
