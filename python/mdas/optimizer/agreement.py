@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from mdas.communicator import Communicator
 from mdas.errors import MismatchError
+from mdas.optimizer.buckets import Vector
 
 TAG = 0xFFFF_0001
 
@@ -39,6 +41,26 @@ def require_agreement(communicator: Communicator, lines: Sequence[str]) -> None:
                 "build the same model, optimizer and options"
             )
     raise AssertionError("digests differ, texts do not")
+
+
+def require_equal(communicator: Communicator, vector: Vector, what: str) -> None:
+    """Compares the bits of a vector with those of the other ranks.
+
+    Collective. Raises MismatchError on every rank, naming those that differ from most.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for flat in vector.flats:
+        digest.update(flat.detach().view(torch.uint8).numpy().data)
+    own = torch.tensor(list(digest.digest()), dtype=torch.uint8)
+    digests = [bytes(d.tolist()) for d in _gather(communicator, own)]
+    usual, _ = Counter(digests).most_common(1)[0]
+    parted = [rank for rank, found in enumerate(digests) if found != usual]
+    if parted:
+        raise MismatchError(
+            f"{what} of ranks {parted} differ from those of the other {len(digests) - len(parted)}: something has "
+            "changed weights or optimizer state on some ranks only (a seed, a file, a faulty memory). Restart from a "
+            "checkpoint, and look at what these ranks do differently"
+        )
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Iterable[Tensor]) -> None:

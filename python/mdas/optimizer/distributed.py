@@ -18,7 +18,7 @@ from mdas import session
 from mdas.communicator import Communicator, CoreCommunicator
 from mdas.errors import InvalidArgumentError
 from mdas.optimizer import checkpoint
-from mdas.optimizer.agreement import average_tensors, broadcast_tensors, require_agreement
+from mdas.optimizer.agreement import average_tensors, broadcast_tensors, require_agreement, require_equal
 from mdas.optimizer.buckets import Layout
 from mdas.optimizer.fused import FusedUpdate, why_not_fused
 from mdas.optimizer.hooks import Collector, Round
@@ -332,6 +332,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._collector.started:
             raise RuntimeError("sync_buffers() between backward() and step(): call it after step()")
         average_tensors(self._communicator, list(self._module.buffers()))
+
+    @torch.no_grad()
+    def check_weights(self) -> None:
+        """Raises MismatchError, on all ranks, if base weights are not the same bits everywhere; names those that
+        have parted from the others. Collective: all ranks call it between the same two steps.
+        """
+        if self._collector.started:
+            raise RuntimeError("check_weights() between backward() and step(): call it after step()")
+        steps = self._pipeline.measured.steps
+        require_equal(self._communicator, self._pipeline.current_base(), f"after {steps} steps, the base weights")
 
     def observe(self, *, loss: float | Tensor | None = None, samples: int | None = None) -> None:
         """Adds this rank's loss (mean over its samples) and number of samples to the next step's tally."""

@@ -196,6 +196,14 @@ class Pipeline:
         self._update.run(self.base, None, weights.views, change)
         return weights
 
+    def current_base(self) -> Vector:
+        """The base weights as they are, without what is in flight. Not to be changed."""
+        if self.base is not None:
+            return self.base
+        weights = self.layout.vector()
+        torch._foreach_copy_(weights.views, [p.detach() for p in self.layout.parameters])
+        return weights
+
     def settled(self) -> Round | None:
         """The round in flight, once its average has arrived; None if there is none, or if it never will,
         because a rank is gone: what can be saved then is what there was before it.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks import DEADLINE, FakeNetwork, on_ranks
 
-from mdas.errors import PeerLostError
+from mdas.errors import MismatchError, PeerLostError
 from training import base, batch, flat, loss, mlp, train, wrapped
 
 pytestmark = pytest.mark.timeout(90)
@@ -156,3 +156,21 @@ def test_an_evaluation_without_base_weights_fails_with_their_error_only(monkeypa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         on_ranks(2, body)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "sync"}, {"predict": "blend"}])
+def test_a_rank_whose_weights_have_parted_is_named(options):
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, **options)
+        train(optimizer, model, range(3), communicator.rank)
+        optimizer.check_weights()
+        if communicator.rank == 1:
+            weights = optimizer._pipeline.base
+            (model[0].weight if weights is None else weights.flats[0]).data.view(-1)[5] += 1e-6
+        with pytest.raises(
+            MismatchError, match=r"after 3 steps, the base weights of ranks \[1\] differ"
+        ):
+            optimizer.check_weights()
+
+    on_ranks(3, body)
