@@ -114,15 +114,15 @@ impl Hello {
     }
 }
 
-/// Said of a rank that meets for another step of joining than we do.
-const OTHER_STEP: &str = "it is at another step of joining our job: is MDAS_SECRET set on all ranks, or on none?";
-
 /// Why a handshake failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
     /// Try again: the other process may not be there yet, or be another one than we look for.
     #[error("{0}")]
     Transient(String),
+    /// Try again: a quick rank comes for the next step while rank 0 still ends the one before.
+    #[error("it is at another step of joining our job: is MDAS_SECRET set on all ranks, or on none?")]
+    OtherStep,
     /// It will not get better.
     #[error(transparent)]
     Fatal(#[from] Error),
@@ -176,8 +176,7 @@ fn read_greeting(stream: &TcpStream, job: &str, patience: &Patience) -> Result<[
     patience.read(stream, &mut greeting[12..])?;
     if greeting[12..44] != Sha256::digest(job.as_bytes())[..] {
         if STEPS.iter().any(|step| greeting[12..44] == Sha256::digest(format!("{}/{step}", base(job)).as_bytes())[..]) {
-            // Transient: a quick rank comes for the next step while rank 0 still ends the one before.
-            return Err(Failure::Transient(OTHER_STEP.into()));
+            return Err(Failure::OtherStep);
         }
         return Err(Failure::Transient(format!("it belongs to another job than ours ({job:?})")));
     }
@@ -194,7 +193,7 @@ fn proof(secret: &[u8], role: &str, greetings: [&[u8]; 2]) -> Hmac<Sha256> {
 /// The accepting side, up to the dialer's hello; an [`Answer`] is due.
 pub fn receive(stream: &TcpStream, identity: &Identity, patience: &Patience) -> Result<Hello, Failure> {
     let theirs = match read_greeting(stream, &identity.job, patience) {
-        Err(failure) if matches!(&failure, Failure::Fatal(_)) || failure.to_string() == OTHER_STEP => {
+        Err(failure @ (Failure::Fatal(_) | Failure::OtherStep)) => {
             // Another version, or step: tell it ours, so that it can say so, too.
             patience.write(stream, &greeting(&identity.job)?)?;
             return Err(failure);

@@ -4,7 +4,7 @@ use super::handshake::{self, Failure, Hello, Identity};
 use super::wire::Patience;
 use crate::error::{Error, Result};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -123,11 +123,12 @@ impl Drop for Listener {
     }
 }
 
-/// Counts running handshakes.
+/// Counts running handshakes, and those that failed.
 #[derive(Default)]
 struct Gate {
     running: Mutex<usize>,
     left: Condvar,
+    refused: AtomicU64,
 }
 
 impl Gate {
@@ -142,6 +143,13 @@ impl Gate {
     fn leave(&self) {
         *self.running.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
         self.left.notify_one();
+    }
+
+    /// The first strangers at the door are worth a warning each, then the 32nd, the 64th, ...: a port scan must not
+    /// fill the log.
+    fn level(&self) -> log::Level {
+        let refused = self.refused.fetch_add(1, Ordering::Relaxed) + 1;
+        if refused <= 16 || refused.is_power_of_two() { log::Level::Warn } else { log::Level::Debug }
     }
 }
 
@@ -167,7 +175,9 @@ fn accept_loop(socket: &TcpListener, stopped: &Arc<AtomicBool>, identity: &Arc<I
                 // Nobody listens any more when the receiver is gone: the visitor finds its connection closed.
                 Ok(hello) => drop(visitors.send(Visitor { stream, remote, hello })),
                 Err(Failure::Interrupted) => {}
-                Err(failure) => log::warn!("rank {}: closed a connection from {remote}: {failure}", identity.rank),
+                Err(failure) => {
+                    log::log!(gate.level(), "rank {}: closed a connection from {remote}: {failure}", identity.rank);
+                }
             }
             gate.leave();
         };

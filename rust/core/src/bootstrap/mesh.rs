@@ -106,7 +106,8 @@ impl Dialing<'_> {
                     Ok(stream) => break Report::Connected { peer, slot, stream },
                     Err(Failure::Interrupted) => return,
                     Err(Failure::Fatal(error)) => break Report::Fatal(error),
-                    Err(Failure::Transient(cause)) => {
+                    Err(failure @ (Failure::Transient(_) | Failure::OtherStep)) => {
+                        let cause = failure.to_string();
                         let _ = reports.send(Report::Failing { peer, cause }); // nobody listens: it is over
                         if patience.pause(SLICE).is_err() {
                             return;

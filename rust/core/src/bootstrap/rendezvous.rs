@@ -186,7 +186,7 @@ fn join(
                 return Err(Error::Configuration(format!("init: rank {rank} and rank 0 at {address}: {message}")));
             }
             Err(Failure::Fatal(error)) => return Err(error),
-            Err(Failure::Transient(cause)) => cause,
+            Err(failure @ (Failure::Transient(_) | Failure::OtherStep)) => failure.to_string(),
         };
         log::debug!("rank {rank}: joining at {address}: {cause}");
         if cause.contains("MDAS_SECRET") {
