@@ -215,7 +215,7 @@ def run(
 
 
 def _main(file: str, function: str, arguments: str) -> None:
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(file).parent)]
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

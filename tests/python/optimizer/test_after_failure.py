@@ -168,9 +168,7 @@ def test_a_rank_whose_weights_have_parted_is_named(options):
         if communicator.rank == 1:
             weights = optimizer._pipeline.base
             (model[0].weight if weights is None else weights.flats[0]).data.view(-1)[5] += 1e-6
-        with pytest.raises(
-            MismatchError, match=r"after 3 steps, the base weights of ranks \[1\] differ"
-        ):
+        with pytest.raises(MismatchError, match=r"after 3 steps, the base weights of ranks \[1\] differ"):
             optimizer.check_weights()
 
     on_ranks(3, body)

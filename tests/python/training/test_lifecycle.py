@@ -1,0 +1,124 @@
+"""What a process goes through: several jobs, two models, data loaders with workers, torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from workers import batch, inner, report, small_net, train
+
+from processes import run
+
+OPTIONS = {"predict": "sketch", "warmup_steps": 1, "bucket_mb": 0.004}
+
+
+class Batches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """This rank's batches, made in the loader's workers; one that calls mdas is told off."""
+
+    def __init__(self, rank: int, forked: bool) -> None:
+        self.rank, self.forked = rank, forked
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        import mdas
+
+        with pytest.raises(mdas.Error, match="was forked from process" if self.forked else r"mdas\.init\(\)"):
+            mdas.barrier()
+        return batch(step, self.rank)
+
+
+def train_with(loader: Any, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+def loaders() -> list[str]:
+    """Bits after training with batches from the main process, from forked and from spawned workers."""
+    import mdas
+
+    mdas.init(timeout=60)
+    bits = []
+    for context in (None, "fork", "spawn"):
+        data = Batches(mdas.rank(), context == "fork")
+        model = small_net()
+        optimizer = mdas.DistributedOptimizer(inner(model, "momentum"), model, **OPTIONS)  # type: ignore[arg-type]
+        if context is None:
+            train_with([batch(step, mdas.rank()) for step in range(len(data))], optimizer, model)
+        else:
+            loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context=context)
+            train_with(loader, optimizer, model)
+        optimizer.close()
+        bits.append(report(model)["bits"])
+    return bits
+
+
+@pytest.mark.timeout(180)
+def test_data_loaders_with_workers() -> None:
+    for result in run(2, loaders, timeout=170):
+        assert result.returncode == 0, result.stderr
+        assert len(set(result.value)) == 1, "the loader has changed the training"
+
+
+def five_jobs() -> list[Any]:
+    """Init, train, shut down, five times; the third one with two models at once."""
+    import mdas
+
+    seen = []
+    for job in range(5):
+        mdas.init(timeout=60)
+        models = [small_net() for _ in range(2 if job == 2 else 1)]
+        optimizers = [
+            mdas.DistributedOptimizer(inner(model, "momentum"), model, **OPTIONS)  # type: ignore[arg-type]
+            for model in models
+        ]
+        for step in range(6):
+            x, y = batch(step, mdas.rank())
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.close()
+            seen.append(report(model)["bits"])
+        mdas.shutdown()
+        with pytest.raises(mdas.NotInitializedError):
+            mdas.barrier()
+    return seen
+
+
+@pytest.mark.timeout(120)
+def test_five_jobs_in_one_process() -> None:
+    results = run(2, five_jobs, timeout=110)
+    for result in results:
+        assert result.returncode == 0, result.stderr
+        assert len(result.value) == 6
+        assert len({*result.value, *results[0].value}) == 1
+
+
+def compiled() -> list[str]:
+    """Bits with and without torch.compile (traced and differentiated, but not turned into machine code)."""
+    import mdas
+
+    mdas.init(timeout=60)
+    bits = []
+    for compile_it in (False, True):
+        model = small_net()
+        optimizer = mdas.DistributedOptimizer(inner(model, "momentum"), model, **OPTIONS)  # type: ignore[arg-type]
+        train(torch.compile(model, backend="aot_eager") if compile_it else model, optimizer, mdas.rank(), steps=5)
+        optimizer.close()
+        bits.append(report(model)["bits"])
+    return bits
+
+
+@pytest.mark.timeout(180)
+def test_a_compiled_model() -> None:
+    for result in run(2, compiled, timeout=170):
+        assert result.returncode == 0, result.stderr
+        assert result.value[0] == result.value[1]
