@@ -106,6 +106,37 @@ def test_another_ranks_file_restarts_the_own_part(predict, caplog):
     assert torch.equal(third[0][1], third[1][1])
 
 
+@pytest.mark.parametrize("predict", [*SHARED, "blend"])
+def test_on_another_number_of_ranks(predict, caplog, tmp_path):
+    """Rank 0's file, from disk: what depends on the number of ranks starts anew, and it says so."""
+    options = {"predict": predict, "warmup_steps": 2, "sketch_rank": 2}
+
+    def first(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, **options)
+        train(optimizer, model, range(6), communicator.rank)
+        if communicator.rank == 0:
+            torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+        return base(model, optimizer)
+
+    def second(communicator):
+        model = mlp(1)
+        optimizer = wrapped(model, communicator, **options)
+        optimizer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        start = base(model, optimizer)
+        train(optimizer, model, range(6, 10), communicator.rank)
+        return start, base(model, optimizer)
+
+    saved = on_ranks(2, first)[0]
+    with caplog.at_level("WARNING", "mdas.optimizer"):
+        out = on_ranks(3, second)
+    for start, end in out:
+        assert torch.equal(start, saved)
+        assert torch.equal(end, out[0][1])
+    said = [record.getMessage() for record in caplog.records if "what was trained on 2" in record.getMessage()]
+    assert len(said) == (3 if predict == "blend" else 0)
+
+
 def test_a_skipped_average_in_flight():
     """Saved while an average that is not finite is pending: it is dropped after resuming, too."""
 
