@@ -38,6 +38,12 @@ OPENMPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
     "PMIX_NAMESPACE": "prterun-host-1@1",
 }
+OPENMPI_IN_STEP = OPENMPI | {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "5",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
@@ -91,9 +97,22 @@ HYDRA_PORT = derived_port("mpich")
         # Precedence.
         pytest.param(TORCHRUN | STEP | OPENMPI | HYDRA, ("torchrun", 5, 8, 1, 4, "n1", 29500), id="torchrun in a step"),
         pytest.param(
-            STEP | OPENMPI | {"OMPI_COMM_WORLD_SIZE": "5", "OMPI_COMM_WORLD_LOCAL_SIZE": "5"},
+            STEP | OPENMPI_IN_STEP,
             ("slurm", 3, 5, 1, 2, "n02", STEP_PORT),
-            id="slurm before Open MPI",
+            id="slurm before Open MPI, where they agree",
+        ),
+        pytest.param(
+            STEP | {"PMI_RANK": "3", "PMI_SIZE": "5"}, ("slurm", 3, 5, 1, 2, "n02", STEP_PORT), id="srun --mpi=pmi2"
+        ),
+        pytest.param(
+            STEP | OPENMPI_IN_STEP | {"OMPI_COMM_WORLD_RANK": "2", "MDAS_MASTER_ADDR": "n1"},
+            ("openmpi", 2, 5, 1, 2, "n1", OPENMPI_PORT),
+            id="the step of mpirun's daemons, which has the same size and another rank",
+        ),
+        pytest.param(
+            STEP | OPENMPI_IN_STEP | {"OMPI_COMM_WORLD_LOCAL_SIZE": "5"},
+            ("openmpi", 3, 5, 1, 5, "127.0.0.1", OPENMPI_PORT),
+            id="the step of mpirun's daemons, which runs fewer processes here",
         ),
         pytest.param(
             STEP | OPENMPI,

@@ -39,7 +39,9 @@ def call(command: Sequence[str | Path], timeout: float, **variables: str) -> sub
     """Runs it without the repository on the import path."""
     environment = clean_environment() | variables
     environment.pop("PYTHONPATH", None)
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+    return subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+    )
 
 
 def sources() -> Iterator[Path]:
@@ -54,7 +56,9 @@ def wheel() -> Path:
     """The one that `make` has built; built here if it is missing or older than the sources."""
     built = list((ROOT / "dist").glob("mdas-*.whl"))
     if not built or built[0].stat().st_mtime < max(path.stat().st_mtime for path in sources()):
-        done = call([ROOT / "scripts" / "setup", "build-wheel"], timeout=840, VENV=str(Path(sys.executable).parent.parent))
+        done = call(
+            [ROOT / "scripts" / "setup", "build-wheel"], timeout=840, VENV=str(Path(sys.executable).parent.parent)
+        )
         assert done.returncode == 0, done.stderr
         built = list((ROOT / "dist").glob("mdas-*.whl"))
     (one,) = built
