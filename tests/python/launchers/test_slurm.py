@@ -104,10 +104,11 @@ def test_mpirun_on_two_nodes(cluster: Cluster, script: list[str], launcher: str,
     assert lines(done) == [line.replace("slurm", launcher) for line in TWO_AND_ONE]
 
 
+@pytest.mark.timeout(240)
 def test_torchrun_in_a_step(cluster: Cluster, script: list[str]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
     meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=n1:29400", "--rdzv-id=job"]
-    done = cluster.run(["srun", "-N2", "-n2", "-c2", *torchrun, *meeting, *script[1:]], timeout=110)
+    done = cluster.run(["srun", "-N2", "-n2", "-c2", *torchrun, *meeting, *script[1:]], timeout=220)
     told = [line for line in lines(done) if line.startswith("torchrun")]
     assert [line.split()[1:5] for line in told] == [[str(r), "4", str(r % 2), "2"] for r in range(4)]
     assert all(line.endswith("[0, 0, 1, 1]") for line in told)
