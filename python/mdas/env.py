@@ -72,9 +72,9 @@ def detect(environ: Mapping[str, str]) -> Job:
 
     In order of precedence: torchrun and plain `env://`, SLURM step variables, Open MPI,
     MPICH and Intel MPI, a single process. An allocation without a step is a single process.
-    A SLURM step of another size than the MPI job inside it is that of `mpirun`'s daemons, so
-    there the MPI's variables count. `MDAS_MASTER_ADDR`, `MDAS_MASTER_PORT` and `MDAS_JOB_ID`
-    override what the launcher says.
+    A SLURM step that places us elsewhere than the MPI job inside it is that of `mpirun`'s
+    daemons, so there the MPI's variables count. `MDAS_MASTER_ADDR`, `MDAS_MASTER_PORT` and
+    `MDAS_JOB_ID` override what the launcher says.
 
     Raises:
         ConfigurationError: variables are missing, malformed or contradict each other; the
@@ -84,7 +84,7 @@ def detect(environ: Mapping[str, str]) -> Job:
     job = _env(variables)
     if job is None:
         slurm, mpi = _slurm(variables), _openmpi(variables) or _mpich(variables)
-        job = mpi if slurm is None or (mpi is not None and mpi.size != slurm.size) else slurm
+        job = mpi if slurm is None or (mpi is not None and not _same_place(slurm, mpi)) else slurm
         world_size = variables.number("WORLD_SIZE")
         if job is None and world_size is not None and world_size > 1:
             variables.need("RANK", because=f"WORLD_SIZE is {world_size}")
@@ -96,6 +96,12 @@ def detect(environ: Mapping[str, str]) -> Job:
     if job is None:
         return Job("single", "no launcher's variables are set", 0, 1, 0, 1, None, None, False, "single")
     return _meeting_place(_checked(job), variables)
+
+
+def _same_place(one: Job, other: Job) -> bool:
+    """Do two launchers put this process at one place of one job, as far as both tell?"""
+    places = ((one.rank, other.rank), (one.size, other.size), (one.local_size, other.local_size))
+    return all(a == b for a, b in places if a is not None and b is not None)
 
 
 def _env(variables: _Variables) -> Job | None:

@@ -50,7 +50,7 @@ def launch(command: Sequence[str], ranks: int, master_port: int | None = None) -
     handlers = {number: signal.signal(number, forward) for number in _FORWARDED}
     try:
         for rank in range(ranks):
-            environment = os.environ | _place(rank, ranks, port)
+            environment = _outer_environment() | _place(rank, ranks, port)
             # A session of its own: the terminal's Ctrl-C comes once, through us.
             processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
         return _wait(processes)
@@ -60,6 +60,11 @@ def launch(command: Sequence[str], ranks: int, master_port: int | None = None) -
             process.wait()
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _outer_environment() -> dict[str, str]:
+    """Ours, without what would make our ranks look for the agent of a torchrun that has started us."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
 
 
 def _place(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -67,9 +67,15 @@ def advertised_address(host: str, port: int, spec: str | None, all_on_this_host:
     address = ipaddress.ip_address(routed)
     if address.is_loopback and not all_on_this_host and not _means_this_host(host):
         # On rank 0's host, its name may stand for the loopback interface (as in Debian's /etc/hosts).
-        with suppress(Error):  # no way out of this host: nobody can be elsewhere
-            routed = _core.local_address_towards(_ELSEWHERE[address.version])
+        routed = _address_for_others(address.version) or routed
     return choose(interfaces(), spec, routed)
+
+
+def _address_for_others(version: int) -> str | None:
+    """Where hosts elsewhere would reach this one; None if there is no such address."""
+    with suppress(Error):  # a cluster's own network often has no default route
+        return _core.local_address_towards(_ELSEWHERE[version])
+    return next((i.address for i in interfaces() if i.ip.version == version and not i.ip.is_loopback), None)
 
 
 def _means_this_host(host: str) -> bool:

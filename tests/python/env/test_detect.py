@@ -38,6 +38,12 @@ OPENMPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
     "PMIX_NAMESPACE": "prterun-host-1@1",
 }
+OPENMPI_IN_STEP = OPENMPI | {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "5",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
@@ -65,6 +71,27 @@ HYDRA_PORT = derived_port("mpich")
         pytest.param(
             {"RANK": "0", "WORLD_SIZE": "1"}, ("env", 0, 1, None, None, None, None), id="env:// of one needs no address"
         ),
+        pytest.param(
+            ENV | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": ""},
+            ("env", 5, 8, 0, None, "n1", 29500),
+            id="local rank 0 everywhere: init counts the ranks of a host",
+        ),
+        pytest.param(
+            ALLOCATION | TORCHRUN, ("torchrun", 5, 8, 1, 4, "n1", 29500), id="torchrun in an allocation without a step"
+        ),
+        pytest.param(
+            ALLOCATION | OPENMPI,
+            ("openmpi", 2, 4, 2, 4, "127.0.0.1", OPENMPI_PORT),
+            id="mpirun in an allocation without a step",
+        ),
+        pytest.param(
+            ALLOCATION | {"MASTER_ADDR": "n1", "MASTER_PORT": "29500", "LOCAL_RANK": "0"},
+            ("single", 0, 1, 0, 1, None, None),
+            id="a meeting point, but no rank",
+        ),
+        pytest.param(
+            STEP | ENV | {"SLURM_PROCID": "0"}, ("env", 5, 8, 1, 4, "n1", 29500), id="env:// in a step of another size"
+        ),
         pytest.param(STEP, ("slurm", 3, 5, 1, 2, "n02", STEP_PORT), id="slurm step"),
         pytest.param(
             STEP | {"SLURM_NODEID": "2", "SLURM_PROCID": "4", "SLURM_LOCALID": "0"},
@@ -91,9 +118,22 @@ HYDRA_PORT = derived_port("mpich")
         # Precedence.
         pytest.param(TORCHRUN | STEP | OPENMPI | HYDRA, ("torchrun", 5, 8, 1, 4, "n1", 29500), id="torchrun in a step"),
         pytest.param(
-            STEP | OPENMPI | {"OMPI_COMM_WORLD_SIZE": "5", "OMPI_COMM_WORLD_LOCAL_SIZE": "5"},
+            STEP | OPENMPI_IN_STEP,
             ("slurm", 3, 5, 1, 2, "n02", STEP_PORT),
-            id="slurm before Open MPI",
+            id="slurm before Open MPI, where they agree",
+        ),
+        pytest.param(
+            STEP | {"PMI_RANK": "3", "PMI_SIZE": "5"}, ("slurm", 3, 5, 1, 2, "n02", STEP_PORT), id="srun --mpi=pmi2"
+        ),
+        pytest.param(
+            STEP | OPENMPI_IN_STEP | {"OMPI_COMM_WORLD_RANK": "2", "MDAS_MASTER_ADDR": "n1"},
+            ("openmpi", 2, 5, 1, 2, "n1", OPENMPI_PORT),
+            id="the step of mpirun's daemons, which has the same size and another rank",
+        ),
+        pytest.param(
+            STEP | OPENMPI_IN_STEP | {"OMPI_COMM_WORLD_LOCAL_SIZE": "5"},
+            ("openmpi", 3, 5, 1, 5, "127.0.0.1", OPENMPI_PORT),
+            id="the step of mpirun's daemons, which runs fewer processes here",
         ),
         pytest.param(
             STEP | OPENMPI,
@@ -125,6 +165,12 @@ def test_who_launched_us(environ: dict[str, str], expected: tuple[object, ...]) 
         (ENV | {"MDAS_MASTER_PORT": "0"}, ["port 0", "MDAS_MASTER_PORT"]),
         (STEP | {"SLURM_PROCID": ""}, ["SLURM_STEP_ID is 0", "SLURM_PROCID"]),
         (STEP | {"WORLD_SIZE": "9"}, ["WORLD_SIZE is 9", "SLURM_STEP_NUM_TASKS", "5 processes"]),
+        (OPENMPI | {"WORLD_SIZE": "2"}, ["WORLD_SIZE is 2", "OMPI_COMM_WORLD_SIZE", "4 processes"]),
+        (HYDRA | {"WORLD_SIZE": "3"}, ["WORLD_SIZE is 3", "PMI_SIZE", "2 processes"]),
+        (HYDRA | {"MPI_LOCALNRANKS": "3"}, ["3 processes on this host", "2 in all", "PMI_SIZE"]),
+        (ALLOCATION | {"WORLD_SIZE": "8"}, ["WORLD_SIZE is 8", "RANK is missing"]),
+        (STEP | {"SLURM_PROCID": "5"}, ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "rank 5 of 5"]),
+        (STEP | {"SLURM_LOCALID": "2"}, ["local rank 2 of 2"]),
         (STEP | {"SLURM_STEP_NODELIST": "n[01"}, ["'n[01'"]),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "many"}, ["SLURM_STEP_TASKS_PER_NODE='many'"]),
         (OPENMPI | {"OMPI_COMM_WORLD_SIZE": ""}, ["OMPI_COMM_WORLD_RANK is 2", "OMPI_COMM_WORLD_SIZE is missing"]),

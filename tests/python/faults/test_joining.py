@@ -50,6 +50,36 @@ def test_places_are_counted_where_the_launcher_does_not_tell() -> None:
         assert result.value[-1] == f"{result.rank} of 2, {result.rank} of 2 on 0"
 
 
+def places() -> list[int]:
+    mdas.init(timeout=30)
+    return [mdas.rank(), mdas.local_rank(), mdas.node(), *mdas.allgather(np.array([mdas.node()])).ravel().tolist()]
+
+
+def test_a_local_rank_of_0_everywhere_does_not_make_several_nodes() -> None:
+    # As where every process sees one device only.
+    for result in processes.run(3, places, env={"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}):
+        assert result.value == [result.rank, 0, 0, 0, 0, 0]
+
+
+def beside_torch() -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    mdas.init(timeout=60)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    mdas.allreduce(tensor)
+    mdas.shutdown()
+    dist.destroy_process_group()
+    return tensor.tolist()
+
+
+def test_torchs_process_groups_in_the_same_processes() -> None:
+    for result in processes.run(2, beside_torch, env={"MDAS_MASTER_PORT": str(processes.free_port())}, timeout=120):
+        assert result.value == [4.0, 4.0]
+
+
 GARBAGE = {
     "random bytes": bytes(range(256)) * 8,
     "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
@@ -244,19 +274,26 @@ LAUNCHED = """
 """
 
 
-def launch(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def launch(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(LAUNCHED))
     command = [sys.executable, "-m", "mdas.launch", "-n", "3", str(script), *arguments]
-    return subprocess.run(
-        command, env=processes.clean_environment(), capture_output=True, text=True, timeout=60, check=False
-    )
+    environment = processes.clean_environment() | variables
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_the_local_launcher_runs_a_script_with_its_arguments(tmp_path: Path) -> None:
     done = launch(tmp_path, "well", "--n", "2")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"{rank} ['well', '--n', '2']" for rank in range(3)]
+
+
+def test_the_local_launcher_within_other_launchers(tmp_path: Path) -> None:
+    torchrun = {"TORCHELASTIC_RUN_ID": "outer", "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "WORLD_SIZE": "9"}
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    done = launch(tmp_path, "well", **torchrun, **step)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{rank} ['well']" for rank in range(3)]
 
 
 def test_the_local_launcher_ends_everybody_when_one_fails(tmp_path: Path) -> None:

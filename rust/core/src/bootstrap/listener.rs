@@ -51,8 +51,12 @@ impl Listener {
                 break;
             }
         }
-        let place = if port_range.is_some() { format!("{ip}, ports {first} to {last}") } else { ip.to_string() };
-        let socket = result.map_err(|cause| Error::system(format!("init: listening at {place}"), cause))?;
+        let (place, hint) = match port_range {
+            Some(_) => (format!("{ip}, ports {first} to {last}"), "; a wider MDAS_PORT_RANGE? one port per rank"),
+            None => (ip.to_string(), ""),
+        };
+        let socket =
+            result.map_err(|cause| Error::system(format!("init: listening at {place}"), format!("{cause}{hint}")))?;
         Listener::start(socket, identity)
     }
 

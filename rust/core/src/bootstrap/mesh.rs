@@ -265,7 +265,7 @@ impl Mesh {
         let details: Vec<String> = absent.iter().map(because).collect();
         let who = name(&absent, self.table.len());
         format!(
-            "rank {} has no connection with {who} ({}); does a firewall stand between the hosts?",
+            "rank {} has no connection with {who} ({}); does a firewall stand between the hosts (MDAS_PORT_RANGE=first-last keeps to ports that it lets through)?",
             self.rank,
             details.join("; ")
         )
