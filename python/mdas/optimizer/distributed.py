@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mdas import session
-from mdas.communicator import Communicator, CoreCommunicator
+from mdas.communicator import Communicator, CoreCommunicator, TorchCommunicator
 from mdas.errors import InvalidArgumentError
 from mdas.optimizer import checkpoint
 from mdas.optimizer.agreement import average_tensors, broadcast_tensors, require_agreement
@@ -71,13 +71,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             rank. Both give what torch gives; the generic one bit for bit, the fused one to rounding.
         group: an `mdas` group; None: all ranks of the job. The exchange has a group of its own of the same
             ranks, so that your collectives may come at any moment.
-        communicator: what to exchange through instead (see `mdas.communicator.Communicator`).
+        communicator: what to exchange through. "core", as None: mdas's own engine, after `mdas.init()`.
+            "torch": the default process group of `torch.distributed`, without `mdas.init()`; construction then makes
+            two process groups of the same ranks, for the same reason, and `group` stays None. Or a communicator:
+            `mdas.communicator.TorchCommunicator(process_group)` for other groups, timeouts, or several optimizers
+            after each other; or one of your own (see `mdas.communicator.Communicator`).
 
     Raises:
         MismatchError: on every rank, if models or options differ; names the first difference.
         InvalidArgumentError: an option makes no sense, or the model cannot be trained this way.
         TypeError: not an optimizer and a module, in this order.
-        NotInitializedError: neither `mdas.init()` nor a communicator.
+        NotInitializedError: neither `mdas.init()` nor a communicator; for "torch", no process group.
+        PeerLostError, CollectiveTimeoutError: a rank left meanwhile, or did not come.
     """
 
     def __init__(
@@ -93,7 +98,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         max_norm: float | None = None,
         fused: bool | None = None,
         group: Group | None = None,
-        communicator: Communicator | None = None,
+        communicator: Communicator | Literal["core", "torch"] | None = None,
     ) -> None:
         check_types(optimizer, module)
         if isinstance(optimizer, DistributedOptimizer):
@@ -103,7 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         check_options(optimizer, schedule, predict, sketch_rank, warmup_steps, bucket_mb, max_norm)
         named = trained_parameters(optimizer, module)
-        communicator = communicator or _communicator(group)
+        communicator = _communicator(communicator, group)
         options = (
             f"schedule={schedule!r}, predict={predict!r}, sketch_rank={sketch_rank}, "
             f"warmup_steps={warmup_steps}, bucket_mb={bucket_mb}, max_norm={max_norm}, fused={fused}"
@@ -346,7 +351,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 )
 
 
-def _communicator(group: Group | None) -> Communicator:
+def _communicator(chosen: Communicator | str | None, group: Group | None) -> Communicator:
+    if chosen is None or chosen == "core":
+        return _core_communicator(group)
+    if group is not None:
+        raise InvalidArgumentError(
+            "group= is a group of mdas's own engine: leave it out, and pass "
+            "communicator=mdas.communicator.TorchCommunicator(process_group) for some ranks of torch.distributed"
+        )
+    if chosen == "torch":
+        return TorchCommunicator()
+    if isinstance(chosen, str):
+        raise InvalidArgumentError(f'communicator={chosen!r}: choose "core" or "torch", or pass a communicator')
+    return chosen
+
+
+def _core_communicator(group: Group | None) -> Communicator:
     from mdas.group import Group
 
     chosen = group or Group.world(session.current().engine)
