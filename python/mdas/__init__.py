@@ -19,14 +19,16 @@ from mdas.errors import (
     Error,
     InvalidArgumentError,
     MismatchError,
+    NonFiniteError,
     NotInitializedError,
     PeerLostError,
 )
 from mdas.group import Group, allgather, allreduce, barrier, broadcast, new_group, reduce_scatter
+from mdas.objects import any, average, broadcast_object
 from mdas.session import init, is_initialized, local_rank, local_size, node, rank, shutdown, size
 
 if TYPE_CHECKING:
-    from mdas.optimizer import DistributedOptimizer
+    from mdas.optimizer import DistributedOptimizer, GradScaler, join
 
 __all__ = [
     "ClosedError",
@@ -34,20 +36,26 @@ __all__ = [
     "ConfigurationError",
     "DistributedOptimizer",
     "Error",
+    "GradScaler",
     "Group",
     "InvalidArgumentError",
     "Memory",
     "MismatchError",
+    "NonFiniteError",
     "NotInitializedError",
     "PeerLostError",
     "Work",
     "__version__",
     "allgather",
     "allreduce",
+    "any",
+    "average",
     "barrier",
     "broadcast",
+    "broadcast_object",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "new_group",
@@ -59,9 +67,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "DistributedOptimizer":
-        from mdas.optimizer import DistributedOptimizer
+_NEED_TORCH = ("DistributedOptimizer", "GradScaler", "join")
 
-        return DistributedOptimizer
+
+def __getattr__(name: str) -> Any:
+    if name in _NEED_TORCH:
+        import mdas.optimizer
+
+        return getattr(mdas.optimizer, name)
     raise AttributeError(f"module 'mdas' has no attribute {name!r}")

@@ -17,6 +17,10 @@ class NotInitializedError(Error):
     """A call that needs a group, before `mdas.init()`."""
 
 
+class NonFiniteError(Error):
+    """A gradient had a NaN or an infinity, and the optimizer was told to stop then (`nan_check="raise"`)."""
+
+
 __all__ = [
     "ClosedError",
     "CollectiveTimeoutError",
@@ -24,6 +28,7 @@ __all__ = [
     "Error",
     "InvalidArgumentError",
     "MismatchError",
+    "NonFiniteError",
     "NotInitializedError",
     "PeerLostError",
 ]

@@ -1,5 +1,7 @@
-"""The distributed optimizer."""
+"""Training: `DistributedOptimizer`, and what goes with it. Needs torch."""
 
 from mdas.optimizer.distributed import DistributedOptimizer
+from mdas.optimizer.joining import join
+from mdas.optimizer.scaling import GradScaler
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["DistributedOptimizer", "GradScaler", "join"]

@@ -19,7 +19,7 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a parameter lies: `numel` elements from `start` of bucket `bucket`."""
+    """Where a parameter lies: `count` elements from `start` of bucket `bucket`."""
 
     index: int
     name: str
@@ -28,9 +28,22 @@ class Place:
     bucket: int
     start: int
 
+    @property
+    def count(self) -> int:
+        """Real numbers: a complex one is two."""
+        return self.shape.numel() * (2 if self.parameter.is_complex() else 1)
+
     def view(self, flat: Tensor) -> Tensor:
         """The parameter's part of a bucket, in the parameter's shape."""
-        return flat[self.start : self.start + self.shape.numel()].view(self.shape)
+        part = flat[self.start : self.start + self.count]
+        if self.parameter.is_complex():
+            return torch.view_as_complex(part.view(*self.shape, 2))
+        return part.view(self.shape)
+
+
+def real(tensor: Tensor) -> Tensor:
+    """The same memory as real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class Vector:
@@ -63,14 +76,14 @@ class Layout:
         self.sizes: list[tuple[int, torch.dtype]] = []
         open_buckets: dict[torch.dtype, int] = {}
         for name, parameter in reversed(named):
-            dtype = parameter.dtype
+            dtype = parameter.real.dtype
             if dtype not in open_buckets:
                 open_buckets[dtype] = len(self.sizes)
                 self.sizes.append((0, dtype))
             bucket = open_buckets[dtype]
             start = self.sizes[bucket][0]
             self.places.append(Place(len(self.places), name, parameter, parameter.shape, bucket, start))
-            end = _align(start + parameter.numel(), ALIGNMENT_BYTES // dtype.itemsize)
+            end = _align(start + self.places[-1].count, ALIGNMENT_BYTES // dtype.itemsize)
             self.sizes[bucket] = (end, dtype)
             if end * dtype.itemsize >= capacity_bytes:
                 del open_buckets[dtype]

@@ -19,6 +19,7 @@ from mdas.optimizer.hooks import Round
 from mdas.optimizer.pipeline import Pipeline
 from mdas.optimizer.predict import Confidence
 from mdas.optimizer.tally import Tally
+from mdas.optimizer.update import Clip
 
 logger = logging.getLogger("mdas.optimizer")
 
@@ -33,9 +34,11 @@ def save(pipeline: Pipeline, rank: int, predict: str) -> dict[str, Any]:
     saved: dict[str, Any] = {
         "format": FORMAT,
         "rank": rank,
+        "size": pipeline.size,
         "predict": predict,
         "steps": pipeline.measured.steps,
         "skipped": pipeline.measured.skipped,
+        "unit": pipeline.unit,
         "confidence": dataclasses.asdict(pipeline.confidence),
         "informed": pipeline.informed,
         "history": _named(layout, pipeline.history),
@@ -58,6 +61,7 @@ def save(pipeline: Pipeline, rank: int, predict: str) -> dict[str, Any]:
             "used": _flags(layout, pending.used),
             "tally": dataclasses.asdict(pending.tally),
             "hyper": pending.hyper,
+            "clip": dataclasses.asdict(pending.clip),
             "shared": None,
         }
         if pipeline.adaptive and pending.shared is not pipeline.history:
@@ -84,7 +88,19 @@ def load(pipeline: Pipeline, saved: dict[str, Any], rank: int, predict: str) -> 
         logger.warning("resuming with predict=%r what was trained with predict=%r", predict, saved["predict"])
     pipeline.restart()
     pipeline.measured.steps, pipeline.measured.skipped = saved["steps"], saved["skipped"]
-    pipeline.confidence = Confidence(**saved["confidence"])
+    pipeline.unit = saved.get("unit", 1.0)
+    size = saved.get("size", pipeline.size)
+    if size == pipeline.size:
+        pipeline.confidence = Confidence(**saved["confidence"])
+    elif pipeline.adaptive:
+        # How much ranks disagree depends on how many samples each of them has.
+        logger.warning(
+            "resuming on %d ranks what was trained on %d: the averages behind the confidence start anew; all the rest "
+            "goes on",
+            pipeline.size,
+            size,
+        )
+        pipeline.confidence = Confidence()
     pipeline.informed = saved["informed"]
     _fill(layout, pipeline.history, saved["history"])
     pipeline.used = [saved["used"][p.name] for p in layout.places]
@@ -111,6 +127,9 @@ def _pending(pipeline: Pipeline, saved: dict[str, Any]) -> Round:
     round.used = [saved["used"][p.name] for p in layout.places]
     round.tally = Tally(**saved["tally"])
     round.hyper = saved["hyper"]
+    round.unit = pipeline.unit
+    if "clip" in saved:
+        round.clip = Clip(**saved["clip"])
     round.shared = pipeline.history
     if saved["shared"] is not None and pipeline.sketched is not None:
         _fill(layout, pipeline.sketched, saved["shared"])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from mdas import session
-from mdas.communicator import Communicator, CoreCommunicator, TorchCommunicator
+from mdas.communicator import Communicator
+from mdas.communicator.choice import choose
 from mdas.errors import InvalidArgumentError
 from mdas.optimizer import checkpoint
 from mdas.optimizer.agreement import average_tensors, broadcast_tensors, require_agreement
@@ -24,7 +26,7 @@ from mdas.optimizer.inspection import check_options, check_types, describe, need
 from mdas.optimizer.pipeline import Pipeline
 from mdas.optimizer.predict import PREDICTIONS
 from mdas.optimizer.tally import Tally
-from mdas.optimizer.update import GenericUpdate, Update, snapshot
+from mdas.optimizer.update import Clip, GenericUpdate, Update, snapshot
 from mdas.optimizer.weights import BaseWeights
 
 if TYPE_CHECKING:
@@ -35,6 +37,14 @@ logger = logging.getLogger("mdas.optimizer")
 Predict = Literal["sketch", "sketch+blend", "blend", "history", "local", "none"]
 
 LOSS_TAG = 0xFFFF_0002
+
+_open: list[weakref.ref[DistributedOptimizer]] = []
+
+
+def open_optimizers() -> list[DistributedOptimizer]:
+    """Those of this process that are not closed, in the order of their construction."""
+    _open[:] = [ref for ref in _open if (optimizer := ref()) is not None and not optimizer._closed]
+    return [optimizer for ref in _open if (optimizer := ref()) is not None]
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -67,6 +77,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_mb: size at which a bucket is closed and its exchange starts, in MiB.
         max_norm: clip the averaged gradient, over all parameters, to this 2-norm, as
             `torch.nn.utils.clip_grad_norm_` does; None: no clipping.
+        max_value: clip every element of the averaged gradient to [-max_value, max_value], as
+            `torch.nn.utils.clip_grad_value_` does (with the generic update); None: no clipping.
+        nan_check: what to do about an average that is not finite: "skip" the update on all ranks, with a warning
+            that names rank and parameter, or "raise" NonFiniteError on all ranks.
         fused: True or False to choose the update; None: fused where it fits, unless there is but one
             rank. Both give what torch gives; the generic one bit for bit, the fused one to rounding.
         group: an `mdas` group; None: all ranks of the job. The exchange has a group of its own of the same
@@ -96,6 +110,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         warmup_steps: int = 100,
         bucket_mb: float = 4.0,
         max_norm: float | None = None,
+        max_value: float | None = None,
+        nan_check: Literal["skip", "raise"] = "skip",
         fused: bool | None = None,
         group: Group | None = None,
         communicator: Communicator | Literal["core", "torch"] | None = None,
@@ -106,12 +122,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "the optimizer is a DistributedOptimizer already: wrap a torch optimizer, once. To wrap it anew, "
                 "close() the first DistributedOptimizer and pass the torch optimizer again"
             )
-        check_options(optimizer, schedule, predict, sketch_rank, warmup_steps, bucket_mb, max_norm)
+        check_options(
+            optimizer, schedule, predict, sketch_rank, warmup_steps, bucket_mb, max_norm, max_value, nan_check
+        )
         named = trained_parameters(optimizer, module)
-        communicator = _communicator(communicator, group)
+        communicator = choose(communicator, group)
         options = (
             f"schedule={schedule!r}, predict={predict!r}, sketch_rank={sketch_rank}, "
-            f"warmup_steps={warmup_steps}, bucket_mb={bucket_mb}, max_norm={max_norm}, fused={fused}"
+            f"warmup_steps={warmup_steps}, bucket_mb={bucket_mb}, max_norm={max_norm}, "
+            f"max_value={max_value}, nan_check={nan_check!r}, fused={fused}"
         )
         require_agreement(communicator, [options, *describe(optimizer, module)])
         broadcast_tensors(communicator, [*module.parameters(), *module.buffers()])
@@ -123,7 +142,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._predict = predict
         self._layout = Layout(named, int(bucket_mb * 2**20))
         # One rank by itself is to give exactly what torch gives.
-        self._update = _update(optimizer, self._layout, False if communicator.size == 1 and not fused else fused)
+        if fused and max_value is not None:
+            raise InvalidArgumentError("fused=True: the fused update cannot clip by value (max_value)")
+        if communicator.size == 1 or max_value is not None:
+            fused = fused or False
+        self._update = _update(optimizer, self._layout, fused)
         self._pipeline = Pipeline(
             self._layout,
             communicator,
@@ -131,7 +154,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             PREDICTIONS[predict] if delayed else None,
             warmup_steps=warmup_steps if delayed else math.inf,
             sketch_rank=sketch_rank,
-            max_norm=max_norm,
+            clip=Clip(max_norm, max_value),
+            raise_nonfinite=nan_check == "raise",
         )
         self._collector = Collector(self._layout, self._pipeline.filled)
         self._collector.begin(self._pipeline.new_round())
@@ -144,6 +168,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # What unpickling a torch optimizer does: sets up hooks and profiling without parameter groups of
         # its own, since `param_groups` and `state` are those of the wrapped optimizer.
         super().__setstate__({"defaults": optimizer.defaults})
+        _open.append(weakref.ref(self))
+
+    # torch.amp.GradScaler then calls step() whatever it has found, and tells us; see there.
+    _step_supports_amp_scaling = True
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -164,6 +192,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         `state_dict()` of module and optimizer still work, without an average that has been lost.
         `closure`, if given, is evaluated first (once; by LBFGS as often as it likes), and its value returned.
         """
+        if vars(self).pop("grad_scale", None) is not None:
+            vars(self).pop("found_inf", None)
+            raise RuntimeError(
+                "torch.amp.GradScaler looks for an overflow in this rank's gradient alone, so that scales and steps "
+                "would part: use mdas.GradScaler, which takes the same arguments"
+            )
+        return self._step(closure, 1.0)
+
+    def _step(self, closure: Callable[[], Any] | None, unit: float) -> Any:
+        """`unit`: what the loss was multiplied by."""
         self._collector.require_round()
         if self._weights.lent:
             raise RuntimeError("optimizer.step() within base_weights(): leave it first")
@@ -176,10 +214,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with self._finished_round() as round:
-            self._pipeline.step(round, snapshot(self.param_groups))
+            self._pipeline.step(round, snapshot(self.param_groups), unit)
         # A scheduler that was built on the wrapped optimizer asks it whether it has made a step.
         self._inner._opt_called = True  # type: ignore[attr-defined]
         return loss
+
+    @torch.no_grad()
+    def _scaled_step(self, scale: float) -> None:
+        """For `GradScaler`: a step whose loss was multiplied by `scale`."""
+        if self._needs_closure:
+            raise RuntimeError(f"{type(self._inner).__name__} cannot be used with a GradScaler")
+        self._step(None, scale)
 
     def _step_by_closure(self, closure: Callable[[], Any] | None) -> Any:
         """The wrapped optimizer evaluates as often as it likes, with averaged loss and gradients."""
@@ -196,6 +241,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return value[0].to(torch.as_tensor(loss).dtype)
 
         return self._inner.step(averaged)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _idle_step(self) -> bool:
+        """A step without data, for `mdas.join`. Returns whether the newest average was made without any."""
+        self._collector.require_round()
+        if self._collector.started:
+            raise RuntimeError(
+                "backward() without step() at the end of mdas.join(): call step() after every backward()"
+            )
+        self._weights.forget()
+        self._pipeline.idle = True
+        try:
+            with self._finished_round(idle=True) as round:
+                self._pipeline.step(round, snapshot(self.param_groups), self._pipeline.unit)
+        finally:
+            self._pipeline.idle = False
+        return self._pipeline.all_idle
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Bytes in flight are never the user's, so that it may be called at any time."""
@@ -216,6 +278,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
         exchanges the sum. All ranks use it alike.
         """
         return self._collector.pause()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clips the average of this step's gradients to this 2-norm when it is applied, instead of `max_norm=`.
+
+        Between `backward()` and `step()`, on all ranks, in place of `torch.nn.utils.clip_grad_norm_`. Returns the
+        norm, before clipping, of the newest average that is known (0-dimensional, the same on all ranks): in a
+        synchronous step that of this step, under the delayed schedule that of two steps ago.
+        """
+        _positive("max_norm", max_norm)
+        round = self._collector.complete()
+        round.clip = replace(round.clip, norm=max_norm)
+        return torch.tensor(self._pipeline.norm(round))
+
+    def clip_grad_value_(self, max_value: float) -> None:
+        """Clips every element of the average of this step's gradients when it is applied, instead of `max_value=`.
+
+        Between `backward()` and `step()`, on all ranks, in place of `torch.nn.utils.clip_grad_value_`; with the
+        generic update only (`fused=False`), else RuntimeError.
+        """
+        _positive("max_value", max_value)
+        if isinstance(self._update, FusedUpdate):
+            raise RuntimeError(
+                "clip_grad_value_: the fused update cannot; build DistributedOptimizer(..., fused=False)"
+            )
+        round = self._collector.complete()
+        round.clip = replace(round.clip, value=max_value)
 
     def base_weights(self) -> AbstractContextManager[None]:
         """Within it, the module holds the base weights with the pending average applied: the same on all
@@ -238,7 +327,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         index = self._index.get(parameter)
         if index is None:
             raise InvalidArgumentError("averaged_grad: not a parameter that this optimizer trains")
-        return self._pipeline.history.views[index].clone() if self._pipeline.used[index] else None
+        pipeline = self._pipeline
+        return pipeline.history.views[index] / pipeline.unit if pipeline.used[index] else None
 
     def sync_buffers(self) -> None:
         """Averages the module's floating-point buffers (BatchNorm statistics) over the ranks. Collective:
@@ -327,9 +417,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"DistributedOptimizer({how}, {self._update.name} update, {who}, of {self._inner!r})"
 
     @contextmanager
-    def _finished_round(self) -> Iterator[Round]:
+    def _finished_round(self, *, idle: bool = False) -> Iterator[Round]:
         """The round that a step uses up. If that fails, later uses say what happened."""
-        round = self._collector.finish()
+        round = self._collector.finish(idle=idle)
         try:
             yield round
         except BaseException as error:
@@ -351,29 +441,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 )
 
 
-def _communicator(chosen: Communicator | str | None, group: Group | None) -> Communicator:
-    if chosen is None or chosen == "core":
-        return _core_communicator(group)
-    if group is not None:
-        raise InvalidArgumentError(
-            "group= is a group of mdas's own engine: leave it out, and pass "
-            "communicator=mdas.communicator.TorchCommunicator(process_group) for some ranks of torch.distributed"
-        )
-    if chosen == "torch":
-        return TorchCommunicator()
-    if isinstance(chosen, str):
-        raise InvalidArgumentError(f'communicator={chosen!r}: choose "core" or "torch", or pass a communicator')
-    return chosen
-
-
-def _core_communicator(group: Group | None) -> Communicator:
-    from mdas.group import Group
-
-    chosen = group or Group.world(session.current().engine)
-    # Buckets leave during backward, at moments that differ from rank to rank: in a group of their own,
-    # what the user exchanges at that time cannot get between them.
-    own = chosen.engine.new_group(list(chosen.ranks))
-    return CoreCommunicator(chosen.engine, own, chosen.rank, chosen.size, chosen.timeout)
+def _positive(name: str, value: float) -> None:
+    if not (isinstance(value, (int, float)) and value > 0):
+        raise InvalidArgumentError(f"{name}={value!r}: a number, more than 0")
 
 
 def _update(inner: torch.optim.Optimizer, layout: Layout, fused: bool | None) -> Update:

@@ -15,6 +15,7 @@ from mdas.communicator import Work
 from mdas.optimizer import kernels
 from mdas.optimizer.buckets import Layout, Place, Vector
 from mdas.optimizer.tally import Tally, TallyExchange
+from mdas.optimizer.update import Clip
 
 SPARSE = (
     "only dense gradients can be averaged in buckets; build the embedding with sparse=False, "
@@ -36,6 +37,12 @@ class Round:
     """One per bucket launched, in bucket order."""
     tally_work: Work | None = None
     tally: Tally | None = None
+    number: int = 0
+    """Of the step at which the gradient was taken, counted from 0."""
+    clip: Clip = field(default_factory=Clip)
+    """How its average is clipped when it is applied."""
+    unit: float = 1.0
+    """What the loss was multiplied by (see `GradScaler`), and so the gradient."""
     hyper: list[dict[str, object]] | None = None
     """The hyper-parameters of the step at which the gradient was taken."""
     squares: list[float] = field(default_factory=list)
@@ -50,6 +57,12 @@ class Round:
         if self.tally is None and self.tally_work is not None:
             self.tally_work.wait()
             self.tally, self.used = exchange.read()
+            if 0 < self.tally.active < exchange.size:
+                # The average of those that had data.
+                share = exchange.size / self.tally.active
+                torch._foreach_mul_(self.average.flats, share)
+                self.tally.square *= share
+                self.tally.spread *= share
 
 
 class Collector:
@@ -85,25 +98,31 @@ class Collector:
         self._next = 0
         self._taken = [None] * len(round.used)
 
-    def finish(self) -> Round:
-        """Fills in what no hook has brought, and hands the round over.
+    def finish(self, *, idle: bool = False) -> Round:
+        """Fills in what no hook has brought, and hands the round over; `idle`: with nothing, whatever
+        `param.grad` holds.
 
         Where no hook fired since the last step, `param.grad` counts as it stands, as it does for
         any torch optimizer; where it is None, the gradient is 0 and the parameter unused.
         """
         round = self._current()
         self._warn_of_changes()
+        self._fill(round, idle=idle)
+        self._round, self._taken = None, []
+        return round
+
+    def _fill(self, round: Round, *, idle: bool) -> None:
+        if self._next == len(self._missing):
+            return
         for place in self._layout.places:
             if not round.used[place.index]:
                 gradient = place.parameter.grad
-                if gradient is None:
+                if gradient is None or idle:
                     round.gradient.views[place.index].zero_()
                 else:
                     self._take(round, place, gradient)
         self._missing = [0] * len(self._missing)
         self._hand_on(round)
-        self._round, self._taken = None, []
-        return round
 
     @property
     def started(self) -> bool:
@@ -127,6 +146,12 @@ class Collector:
             yield
         finally:
             self._refusal = before
+
+    def complete(self) -> Round:
+        """As `finish`, but the round stays until that is called; changes of `param.grad` come too late."""
+        round = self._current()
+        self._fill(round, idle=False)
+        return round
 
     def require_round(self) -> None:
         """Raises RuntimeError, with the reason, after the end."""
@@ -186,7 +211,7 @@ class Collector:
             self._warned = True
             warnings.warn(
                 f"p.grad of {place.name!r} was changed between backward() and step(); its exchange had already "
-                "started, so the change has no effect. Clip with DistributedOptimizer(..., max_norm=...), scale "
+                "started, so the change has no effect. Clip with optimizer.clip_grad_norm_(...) or max_norm=, scale "
                 "the loss instead of the gradients, and zero them after step() or before backward().",
                 UserWarning,
                 stacklevel=2,

@@ -12,7 +12,7 @@ from mdas.errors import InvalidArgumentError
 from mdas.optimizer.hooks import SPARSE
 from mdas.optimizer.predict import PREDICTIONS
 
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -33,6 +33,8 @@ def check_options(
     warmup_steps: int,
     bucket_mb: float,
     max_norm: float | None,
+    max_value: float | None,
+    nan_check: str,
 ) -> None:
     if schedule not in ("delayed", "sync"):
         raise InvalidArgumentError(f'schedule={schedule!r}: choose "delayed" or "sync"')
@@ -47,6 +49,10 @@ def check_options(
         raise InvalidArgumentError(f"bucket_mb={bucket_mb!r}: a finite number of MiB, more than 0")
     if not (max_norm is None or (isinstance(max_norm, (int, float)) and max_norm > 0)):
         raise InvalidArgumentError(f"max_norm={max_norm!r}: a number, more than 0, or None")
+    if not (max_value is None or (isinstance(max_value, (int, float)) and max_value > 0)):
+        raise InvalidArgumentError(f"max_value={max_value!r}: a number, more than 0, or None")
+    if nan_check not in ("skip", "raise"):
+        raise InvalidArgumentError(f'nan_check={nan_check!r}: choose "skip" or "raise"')
     if schedule == "delayed" and needs_closure(optimizer):
         raise InvalidArgumentError(
             f"{type(optimizer).__name__} evaluates the loss several times per step, at weights that depend on "

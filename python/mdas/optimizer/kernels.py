@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mdas import _core
-from mdas.optimizer.buckets import Vector
+from mdas.optimizer.buckets import Vector, real
 
 
 def squared_norm(vector: Vector) -> float:
@@ -44,7 +44,7 @@ def copy_squared(target: Tensor, source: Tensor) -> float:
     if source.dtype == torch.float32 and target.dtype == torch.float32 and source.is_contiguous():
         return _core.copy_sqnorm(target.data_ptr(), source.data_ptr(), target.numel())
     target.copy_(source.detach())
-    wide = _float32(target)
+    wide = _float32(real(target))
     return _core.sqnorm(wide.data_ptr(), wide.numel())
 
 

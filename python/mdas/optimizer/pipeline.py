@@ -12,15 +12,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from mdas.communicator import Communicator, Work
-from mdas.errors import Error
+from mdas.errors import Error, NonFiniteError
 from mdas.optimizer import kernels
 from mdas.optimizer.buckets import Layout, Vector
 from mdas.optimizer.hooks import Round
 from mdas.optimizer.predict import Confidence, Prediction
 from mdas.optimizer.sketch import Sketcher
 from mdas.optimizer.tally import Tally, TallyExchange
-from mdas.optimizer.update import Change, Hyper, Update
+from mdas.optimizer.update import Change, Clip, Hyper, Update
 
 logger = logging.getLogger("mdas.optimizer")
 
@@ -48,7 +51,8 @@ class Pipeline:
         *,
         warmup_steps: float,
         sketch_rank: int,
-        max_norm: float | None,
+        clip: Clip,
+        raise_nonfinite: bool = False,
     ) -> None:
         self.layout = layout
         self._update = update
@@ -57,8 +61,9 @@ class Pipeline:
         self.warmup_steps = warmup_steps
         """Steps that are synchronous; infinity: all of them."""
         delayed = self._delayed = math.isfinite(warmup_steps)
-        self._max_norm = max_norm
-        self._rank, self._size = communicator.rank, communicator.size
+        self.clip = clip
+        self._raise_nonfinite = raise_nonfinite
+        self._rank, self.size = communicator.rank, communicator.size
         self.exchange = TallyExchange(communicator, len(layout.places))
         self.base: Vector | None = None
         """b. None while the parameters themselves are the base weights."""
@@ -84,19 +89,31 @@ class Pipeline:
         """c = h + Q of the last delayed step."""
         if prediction is not None and prediction.sketch:
             self.sketcher, self.sketched = Sketcher(layout, communicator, sketch_rank), layout.vector()
+        self.unit = 1.0
+        """What gradients, averages and history are multiplied by, all alike (loss scaling)."""
+        self.overflowed = False
+        """Was the average that arrived in the last step not finite, and taken with the present unit?"""
+        self.idle = False
+        """This rank has no data (see `joining`)."""
+        self.last_active = -1
+        """The last step for which it had."""
+        self.all_idle = False
+        """Had no rank data when the newest average was made?"""
         self._lost = False
+        self._torn = False
+        """Was an update interrupted while it changed the weights?"""
         self._contribution = Tally()
         self._ended = time.perf_counter()
 
     def new_round(self) -> Round:
         """Memory for the next step's gradient and its average."""
         self._slots.reverse()
-        return Round(self._slots[-1], self._free.pop(), [False] * len(self.layout.places))
+        return Round(self._slots[-1], self._free.pop(), [False] * len(self.layout.places), clip=self.clip)
 
     def other_round(self) -> Round:
         """A round beside the one that is being filled; for one that has arrived already."""
         average = self._free.pop() if self._delayed else self.layout.vector()
-        return Round(self._slots[0], average, [False] * len(self.layout.places))
+        return Round(self._slots[0], average, [False] * len(self.layout.places), clip=self.clip)
 
     def observe(self, loss: float | None, samples: int | None) -> None:
         """Adds to the next step's tally."""
@@ -116,7 +133,7 @@ class Pipeline:
         """Backward has filled a bucket; those before it are full, too."""
         sketching = self.sketcher is not None and not self._together
         if self.sketcher is not None and sketching:
-            self.sketcher.launch(round.gradient, round.used)
+            self.sketcher.launch(round.gradient, round.used, active=not self.idle)
         # The last one has a whole step to arrive, and everybody waits for the sketch: that goes first.
         if not (sketching and bucket == len(self.layout.members) - 1):
             self._exchange(round, bucket)
@@ -125,8 +142,14 @@ class Pipeline:
         own, average = round.gradient.flats[bucket], round.average.flats[bucket]
         round.works.append(self._communicator.allreduce(own, average, op="average", lane="bulk", tag=bucket))
 
-    def step(self, round: Round, hyper: Hyper) -> None:
-        """Takes a round all of whose buckets are full."""
+    def step(self, round: Round, hyper: Hyper, unit: float = 1.0) -> None:
+        """Takes a round all of whose buckets are full, of a loss that was multiplied by `unit`."""
+        round.number, round.unit, self.overflowed = self.measured.steps, unit, False
+        if unit != self.unit:
+            self._change_unit(unit)
+        if not self.idle:
+            self.last_active = round.number
+        self._contribution.active = float(not self.idle)
         self._contribution.compute = time.perf_counter() - self._ended
         if self._together:
             self._step_together(round, hyper)
@@ -134,6 +157,18 @@ class Pipeline:
             self._step_delayed(round, hyper)
         self.measured.steps += 1
         self._ended = time.perf_counter()
+
+    def norm(self, round: Round) -> float:
+        """The 2-norm, out of its unit, of the newest average that is known: in a synchronous step that of this very
+        round, all of whose buckets are full; it is waited for.
+        """
+        if not self._together:
+            return math.sqrt(kernels.squared_norm(self.history)) / self.unit
+        start = time.perf_counter()
+        for work in round.works:
+            work.wait()
+        self._waited(start)
+        return math.sqrt(kernels.squared_norm(round.average)) / self.unit
 
     def average_into_grads(self, round: Round) -> None:
         """Waits for a round all of whose buckets are full; `param.grad` becomes the average."""
@@ -164,7 +199,14 @@ class Pipeline:
     def settled(self) -> Round | None:
         """The round in flight, once its average has arrived; None if there is none, or if it never will,
         because a rank is gone: what can be saved then is what there was before it.
+
+        Raises RuntimeError if an update was interrupted.
         """
+        if self._torn:
+            raise RuntimeError(
+                "a step was interrupted while it changed the weights: they and the optimizer's state are neither those "
+                "before it nor those after it. Go on from the last checkpoint"
+            )
         if self.pending is None:
             return None
         try:
@@ -200,16 +242,30 @@ class Pipeline:
         if self.pending is not None:
             real = self._arrive(self.pending)
             self.pending = None
-            self._update.run(self.base, real)
+            self._run(self.base, real)
         if self.base is not None:
-            self._update.run(self.base, None, self.layout.parameters)
+            self._run(self.base, None, self.layout.parameters)
             self.base = None
+
+    def _change_unit(self, unit: float) -> None:
+        """Differences between gradients make sense in one unit only. (Exact for powers of two.)"""
+        vectors = [self.history]
+        if self.sketched is not None:
+            vectors.append(self.sketched)
+        if self.pending is not None:
+            start = time.perf_counter()
+            self.pending.settle(self.exchange)
+            self._waited(start)
+            vectors.append(self.pending.average)
+        for vector in vectors:
+            torch._foreach_mul_(vector.flats, unit / self.unit)
+        self.unit = unit
 
     def _step_together(self, round: Round, hyper: Hyper) -> None:
         self.finish()
         round.hyper = hyper
         self._launch_tally(round, self.history)
-        self._update.run(None, self._arrive(round))
+        self._run(None, self._arrive(round))
 
     def _step_delayed(self, round: Round, hyper: Hyper) -> None:
         if self.base is None:
@@ -226,7 +282,19 @@ class Pipeline:
                 self._exchange(round, bucket)
         self._launch_tally(round, shared)
         self.pending = round
-        self._update.run(self.base, real, self.layout.parameters, self._predict(round, shared, used))
+        self._run(self.base, real, self.layout.parameters, self._predict(round, shared, used))
+
+    def _run(
+        self,
+        base: Vector | None,
+        real: Change | None,
+        forward: Sequence[Tensor] | None = None,
+        prediction: Change | None = None,
+    ) -> None:
+        """An update for good. If it is interrupted midway (Ctrl-C), nobody knows any more what the weights are."""
+        self._torn = True
+        self._update.run(base, real, forward, prediction)
+        self._torn = False
 
     def _arrive(self, round: Round) -> Change | None:
         """Waits for a round. Its average becomes the history, and is returned to be applied; None if
@@ -237,43 +305,61 @@ class Pipeline:
         self._waited(start)
         assert round.tally is not None
         self.tally = round.tally
+        self.all_idle = self.tally.active == 0
         own = self._contribution
         own.bulk, own.urgent = in_flight(round.works), in_flight([round.tally_work])
         square = kernels.squared_norm(round.average)
         if not math.isfinite(square):
             self.measured.skipped += 1
+            # One that was taken with another unit has changed that already.
+            self.overflowed = round.unit == self.unit
+            where = self._culprit(self.tally)
+            if self._raise_nonfinite:
+                raise NonFiniteError(f"step {round.number}: {where}")
             if self.measured.skipped.bit_count() == 1:  # the 1st, 2nd, 4th, ...: a run may be full of them
                 logger.warning(
-                    "step %d: the average gradient is not finite (%d ranks had a NaN or an infinity); update "
-                    "skipped on all ranks, the %d. in this run",
-                    self.measured.steps,
-                    int(self.tally.nonfinite),
+                    "step %d: %s; update skipped on all ranks, the %d. in this run",
+                    round.number,
+                    where,
                     self.measured.skipped,
                 )
             self._free.append(round.average)
             return None
         if self.adaptive and self.informed:
             assert round.shared is not None
-            error = kernels.squared_distance(round.average, round.shared)
+            error = kernels.squared_distance(round.average, round.shared) / self.unit**2
             self.confidence.observe(round.tally.spread, error)
             if self._rank == 0:
                 own.error = error
         if self._rank == 0:
-            own.average_square = square
+            own.average_square = square / self.unit**2
         self._free.append(self.history)
         self.history, self.used, self.informed = round.average, round.used, True
         return self._real(round, square)
 
+    def _culprit(self, tally: Tally) -> str:
+        """Whose gradient made an average that is not finite."""
+        ranks = int(tally.nonfinite)
+        if ranks == 0:
+            return "the average gradient is not finite, though every rank's own is: their sum overflows"
+        if ranks > 1:
+            return f"the gradients of {ranks} ranks have a NaN or an infinity"
+        name = self.layout.places[int(tally.parameter)].name
+        return f"the gradient of parameter {name!r} on rank {int(tally.culprit)} has a NaN or an infinity"
+
     def _real(self, round: Round, square: float) -> Change:
-        return Change(round.average, round.used, scale=self._clip(square), hyper=round.hyper)
+        scale, limit = self._scale(square, round.clip), round.clip.value
+        return Change(round.average, round.used, scale=scale, limit=limit, hyper=round.hyper)
 
     def _launch_tally(self, round: Round, shared: Vector) -> None:
         own, self._contribution = self._contribution, Tally()
-        own.square = sum(round.squares) / self._size
-        own.nonfinite = float(not math.isfinite(own.square))
+        own.square = sum(round.squares) / self.unit**2 / self.size
+        bad = [index for index, square in enumerate(round.squares) if not math.isfinite(square)]
+        if bad:
+            own.nonfinite, own.culprit, own.parameter = 1.0, float(self._rank), float(bad[0])
         if self.adaptive:
             round.shared = shared
-            own.spread = kernels.squared_distance(round.gradient, shared) / self._size
+            own.spread = kernels.squared_distance(round.gradient, shared) / self.unit**2 / self.size
         round.tally_work = self.exchange.launch(own, round.used)
 
     def _predict(self, round: Round, shared: Vector, used: list[bool]) -> Change | None:
@@ -283,21 +369,24 @@ class Pipeline:
         alpha = self.confidence.alpha if self._prediction.alpha is None else self._prediction.alpha
         if not math.isfinite(sum(round.squares)):
             alpha = 1.0  # this rank's gradient must not reach its weights
-        change = Change(shared, used)
+        change = Change(shared, used, scale=1.0 / self.unit)
         if alpha == 0.0:
-            change = Change(round.gradient, round.used)  # as it is, not to rounding
+            change = Change(round.gradient, round.used, scale=1.0 / self.unit)  # as it is, not to rounding
         elif alpha < 1.0:
             change.used = [a or b for a, b in zip(used, round.used, strict=True)]
             change.local, change.alpha = round.gradient, alpha
-        if self._max_norm is not None:
-            change.scale = self._clip(kernels.squared_blend(change.shared, change.local, change.alpha))
+        if round.clip.norm is not None:
+            change.scale = self._scale(kernels.squared_blend(change.shared, change.local, change.alpha), round.clip)
+        change.limit = round.clip.value
         return change
 
-    def _clip(self, square: float) -> float:
-        """Factor for a gradient of this squared norm, as torch.nn.utils.clip_grad_norm_ computes it."""
-        if self._max_norm is None:
-            return 1.0
-        return min(1.0, self._max_norm / (math.sqrt(square) + 1e-6))
+    def _scale(self, square: float, clip: Clip) -> float:
+        """Factor for a gradient of this squared norm: out of its unit, and clipped as
+        torch.nn.utils.clip_grad_norm_ would clip what it then is.
+        """
+        if clip.norm is None:
+            return 1.0 / self.unit
+        return min(1.0, clip.norm / (math.sqrt(square) / self.unit + 1e-6)) / self.unit
 
     def _wait(self, work: Work) -> None:
         start = time.perf_counter()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mdas import _core
 from mdas.communicator import Communicator, Work
-from mdas.optimizer.buckets import Layout, Place, Vector
+from mdas.optimizer.buckets import Layout, Place, Vector, real
 
 TAG = 0xFFFF_0100
 SEED = 0x6D64_6173  # any, but equal on all ranks
@@ -85,8 +85,8 @@ class _Part:
         sizes = [(*_shape(p), min(rank, *_shape(p))) for p in matrices]
         sketched = sum(rows * r for rows, _, r in sizes)
         second = sum(rest * r for _, rest, r in sizes)
-        # First message: all g_i R, what is sent whole, and a flag per parameter: has it a gradient?
-        first = sketched + sum(p.parameter.numel() for p in self._whole) + len(places)
+        # First message: all g_i R, what is sent whole, and flags: has the rank data, has the parameter a gradient?
+        first = sketched + sum(p.count for p in self._whole) + 1 + len(places)
         memory = communicator.memory
         self._own_first, self._first = memory(first, torch.float32), memory(first, torch.float32)
         self._own_second, self._second = memory(second, torch.float32), memory(second, torch.float32)
@@ -112,17 +112,18 @@ class _Part:
             matrix.orthonormalize(rest, matrix.r)  # a basis of zeros is refilled altogether
             self.matrices.append(matrix)
         self._average_p = self._first[:sketched]
-        self._own_whole = [own_p(place.shape) for place in self._whole]
-        self._whole_average = [p(place.shape) for place in self._whole]
-        self._own_used, self._used = own_p((len(places),)), p((len(places),))
-        self._finite = False
+        self._own_whole = [own_p((place.count,)) for place in self._whole]
+        self._whole_average = [p((place.count,)) for place in self._whole]
+        self._own_flags, self._flags = own_p((1 + len(places),)), p((1 + len(places),))
+        self._finite, self._share = False, 1.0
 
-    def launch_first(self, gradient: Vector, used: Sequence[bool]) -> Work:
+    def launch_first(self, gradient: Vector, used: Sequence[bool], active: bool) -> Work:
         """Needs nothing but this rank's gradient."""
         for m in self.matrices:
             m.times_basis(gradient, m.own_p)
-        _copy(self._own_whole, [gradient.views[p.index] for p in self._whole])
-        self._own_used.copy_(torch.tensor([used[p.index] for p in self._places], dtype=torch.float32))
+        _copy(self._own_whole, [real(gradient.views[p.index]).view(-1) for p in self._whole])
+        flags = [active, *(used[p.index] for p in self._places)]
+        self._own_flags.copy_(torch.tensor(flags, dtype=torch.float32))
         return self._allreduce(self._own_first, self._first, self._tag)
 
     def expect(self, history: Vector) -> None:
@@ -132,6 +133,9 @@ class _Part:
 
     def launch_second(self, gradient: Vector) -> Work:
         """The first exchange is over. Also where it is of no use: ranks stay in step."""
+        share = self._share = float(self._flags[0])
+        if 0 < share < 1:
+            self._first.div_(share)  # the average of those that have data
         self._average_p.sub_(self._history_p)
         self._finite = bool(torch.isfinite(self._first).all())
         for m in self.matrices:
@@ -147,18 +151,20 @@ class _Part:
 
     def end(self) -> bool:
         """The second exchange is over. Is the sketch finite?"""
+        if 0 < self._share < 1:
+            self._second.div_(self._share)
         self._second.sub_(self._history_q)
         return self._finite and bool(torch.isfinite(self._second).all())
 
     def used(self) -> list[bool]:
         """Which of its parameters have a gradient on any rank."""
-        return [count > 0 for count in self._used.tolist()]
+        return [count > 0 for count in self._flags.tolist()[1:]]
 
     def expand(self, history: Vector, into: Vector) -> None:
         """Writes its part of c = h + Q; the next bases are those of this sketch."""
         for m in self.matrices:
             m.expand(history, into)
-        _copy([into.views[p.index] for p in self._whole], self._whole_average)
+        _copy([real(into.views[p.index]).view(-1) for p in self._whole], self._whole_average)
         self._bases.copy_(self._second)
         for m in self.matrices:
             m.orthonormalize(m.rest, m.r)
@@ -179,9 +185,9 @@ class Sketcher:
         self.matrices = [m for part in self._parts for m in part.matrices]
         self._works: list[Work] = []
 
-    def launch(self, gradient: Vector, used: Sequence[bool]) -> None:
-        """Starts the first exchange of the next bucket, in bucket order; it is full."""
-        self._works.append(self._parts[len(self._works)].launch_first(gradient, used))
+    def launch(self, gradient: Vector, used: Sequence[bool], *, active: bool = True) -> None:
+        """Starts the first exchange of the next bucket, in bucket order; it is full. `active`: this rank has data."""
+        self._works.append(self._parts[len(self._works)].launch_first(gradient, used, active))
 
     def finish(self, gradient: Vector, history: Vector, into: Vector, wait: Callable[[Work], None]) -> list[bool]:
         """Writes c = h + Q; returns which parameters have a gradient on any rank in this step.
@@ -220,6 +226,8 @@ def _shape(place: Place) -> tuple[int, int]:
 
 def _shrinks(place: Place, rank: int) -> bool:
     rows, rest = _shape(place)
+    if place.parameter.is_complex():
+        return False
     return (rows + rest) * min(rank, rows, rest) < rows * rest
 
 

@@ -32,6 +32,10 @@ class Tally:
     """Samples behind `loss` (1 per rank that did not report any)."""
     nonfinite: float = 0.0
     """Number of ranks whose own gradient had a NaN or an infinity."""
+    culprit: float = 0.0
+    """Sum of the numbers of these ranks within the group: the rank itself if it is but one."""
+    parameter: float = 0.0
+    """Sum of the numbers, in the layout, of each such rank's first parameter with a NaN or an infinity."""
     exposed: float = 0.0
     """Seconds for which ranks waited for communication in the step before."""
     compute: float = 0.0
@@ -40,6 +44,8 @@ class Tally:
     """Seconds for which the buckets of the last average that arrived were in flight."""
     urgent: float = 0.0
     """Seconds for which its tally was."""
+    active: float = 0.0
+    """Ranks that had data; the others take part with nothing (see `mdas.join`)."""
     average_square: float = 0.0
     """|gbar|² of the last average that arrived; from rank 0."""
     error: float = 0.0
@@ -54,6 +60,7 @@ class TallyExchange:
 
     def __init__(self, communicator: Communicator, parameters: int) -> None:
         self._communicator = communicator
+        self.size = communicator.size
         self._input = communicator.memory(len(_FIELDS) + parameters, torch.float64)
         self._output = communicator.memory(len(_FIELDS) + parameters, torch.float64)
 

@@ -23,9 +23,19 @@ def snapshot(groups: Sequence[dict[str, Any]]) -> Hyper:
     return [{k: _clone(v) for k, v in group.items() if k != "params"} for group in groups]
 
 
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """How an averaged gradient is clipped before it is applied; None: not."""
+
+    norm: float | None = None
+    """To this 2-norm, over all parameters."""
+    value: float | None = None
+    """Every element to [-value, value]."""
+
+
 @dataclass(slots=True)
 class Change:
-    """A gradient to make an update with: scale * (shared + (1 - alpha) (local - shared))."""
+    """A gradient to make an update with: scale * (shared + (1 - alpha) (local - shared)), clipped to `limit`."""
 
     shared: Vector
     used: Sequence[bool]
@@ -34,6 +44,8 @@ class Change:
     """None: the gradient is `shared`."""
     alpha: float = 1.0
     scale: float = 1.0
+    limit: float | None = None
+    """Every element is clipped to [-limit, limit]; needs the generic update."""
     hyper: Hyper | None = None
     """Hyper-parameters to apply; None: the groups as they are."""
 
@@ -125,6 +137,9 @@ class GenericUpdate:
                 torch.lerp(g, c, change.alpha, out=out)
         if change.scale != 1.0:
             torch._foreach_mul_(own.flats, change.scale)
+        if change.limit is not None:
+            for flat in own.flats:
+                flat.clamp_(-change.limit, change.limit)
         parameters = self._layout.parameters
         theirs = [p.grad for p in parameters]
         for p, view, is_used in zip(parameters, own.views, change.used, strict=True):

@@ -62,9 +62,8 @@ impl View {
                 "{what} is read-only, but the result is to be written to it: pass a writable object, or one as out="
             )));
         }
-        let address = buffer.buf_ptr() as usize;
-        check_alignment(address, dtype)?;
         let (count, writable) = (buffer.item_count(), !buffer.readonly());
+        let address = aligned(buffer.buf_ptr() as usize, count, dtype)?;
         Ok(Self { address, count, dtype, writable, _keep: Keep::Buffer(buffer) })
     }
 
@@ -72,7 +71,7 @@ impl View {
     #[staticmethod]
     fn from_address(address: usize, count: usize, dtype: &str, owner: Py<PyAny>) -> PyResult<Self> {
         let dtype = parse_dtype(dtype)?;
-        check_alignment(address, dtype)?;
+        let address = aligned(address, count, dtype)?;
         Ok(Self { address, count, dtype, writable: true, _keep: Keep::Owner(owner) })
     }
 
@@ -141,9 +140,13 @@ fn supported() -> String {
     names.join(", ")
 }
 
-fn check_alignment(address: usize, dtype: DType) -> PyResult<()> {
+/// The address; that of an empty array may be anything, and becomes one that a slice may have.
+fn aligned(address: usize, count: usize, dtype: DType) -> PyResult<usize> {
+    if count == 0 {
+        return Ok(dtype.size());
+    }
     if address.is_multiple_of(dtype.size()) {
-        return Ok(());
+        return Ok(address);
     }
     Err(PyTypeError::new_err(format!(
         "memory at {address:#x} is not aligned to {dtype}'s {} bytes: pass an aligned copy",

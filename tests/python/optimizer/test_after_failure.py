@@ -83,6 +83,32 @@ def test_after_an_interrupt_it_says_so(monkeypatch):
     on_ranks(2, body)
 
 
+def test_an_interrupted_update_is_no_checkpoint(monkeypatch):
+    """Half of the weights are those of the step before."""
+
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, predict="history")
+        train(optimizer, model, range(3), communicator.rank)
+        run, calls = optimizer._update.run, []
+
+        def interrupted(base, real, *rest):
+            calls.append(real)
+            run(base, real, *rest)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer._update, "run", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                train(optimizer, model, range(3, 4), communicator.rank)
+        assert calls, "nothing was interrupted"
+        for use in (optimizer.state_dict, model.state_dict, optimizer.close):
+            with pytest.raises(RuntimeError, match="interrupted while it changed the weights"):
+                use()
+
+    on_ranks(2, body)
+
+
 def test_close_can_be_repeated_after_it_failed(monkeypatch):
     """And never leaves forward weights behind."""
 

@@ -113,7 +113,7 @@ def test_two_messages_per_bucket_of_the_expected_size():
 
     for used in on_ranks(2, body, network):
         assert used == [True, False, True, True]
-    # Buckets: bias, small, wide; conv. First P, what is whole, a flag per parameter; then R'.
-    first, second = [2 * 20 + 9 + 20 + 3, 2 * 6 + 1], [2 * 30, 2 * 36]
+    # Buckets: bias, small, wide; conv. First P, what is whole, a flag per rank and parameter; then R'.
+    first, second = [2 * 20 + 9 + 20 + 4, 2 * 6 + 2], [2 * 30, 2 * 36]
     assert [line.split()[-2] for line in network.log[0]] == [str(count) for count in first + second]
     assert all(line.startswith("urgent") for line in network.log[0])

@@ -10,6 +10,7 @@ from ranks import FakeNetwork, on_core_ranks, on_ranks
 from reference import simulate
 from torch import nn
 
+from mdas.errors import InvalidArgumentError, NonFiniteError
 from training import base, built, flat, loss, mlp, sgd, train, wrapped
 
 MODES = {
@@ -233,6 +234,74 @@ def test_max_norm(mode, fused):
         assert (b - unclipped.base).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_clip_grad_norm(mode, fused):
+    """The same weights as with max_norm=, and the same norms on all ranks."""
+
+    def body(communicator, by_call):
+        model = mlp()
+        optimizer = wrapped(model, communicator, fused=fused, max_norm=None if by_call else 0.1, **MODES[mode])
+        norms = []
+        for step in range(8):
+            optimizer.zero_grad()
+            loss(model, step, communicator.rank).backward()
+            if by_call:
+                norms.append(float(optimizer.clip_grad_norm_(0.1)))
+            optimizer.step()
+        return base(model, optimizer), norms
+
+    expected = simulate(mlp, sgd, loss, ranks=2, steps=8, predict=mode, warmup=2, max_norm=0.1).averages
+    called, given = (on_ranks(2, lambda c, by_call=by_call: body(c, by_call)) for by_call in (True, False))
+    for (weights, norms), (same, _) in zip(called, given, strict=True):
+        assert torch.equal(weights, same)
+        known = [step if mode == "sync" or step < 2 else max(step - 2, 1) for step in range(8)]
+        squares = [sum(float(g.double().square().sum()) for g in expected[step]) for step in known]
+        assert norms == pytest.approx([math.sqrt(square) for square in squares], rel=1e-5)
+
+
+def test_clip_grad_value(mode):
+    """By option and by call alike; in synchronous training exactly what torch would do."""
+
+    def body(communicator, by_call):
+        model = mlp()
+        optimizer = wrapped(model, communicator, max_value=None if by_call else 0.01, **MODES[mode])
+        for step in range(6):
+            optimizer.zero_grad()
+            loss(model, step, communicator.rank).backward()
+            if by_call:
+                optimizer.clip_grad_value_(0.01)
+            optimizer.step()
+        return base(model, optimizer)
+
+    called, given = (on_ranks(2, lambda c, by_call=by_call: body(c, by_call)) for by_call in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(called, given, strict=True))
+    if mode != "sync":
+        return
+    model = mlp()
+    optimizer = sgd(model)
+    for step in range(6):
+        optimizer.zero_grad()
+        ((loss(model, step, 0) + loss(model, step, 1)) / 2).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+    torch.testing.assert_close(called[0], flat(model))
+
+
+def test_clipping_by_value_needs_the_generic_update(mode):
+    def body(communicator):
+        model = mlp()
+        with pytest.raises(InvalidArgumentError, match="fused=True"):
+            wrapped(model, communicator, fused=True, max_value=1.0, **MODES[mode])
+        optimizer = wrapped(model, communicator, fused=True, **MODES[mode])
+        with pytest.raises(RuntimeError, match="fused=False"):
+            optimizer.clip_grad_value_(1.0)
+        for bad in (0, -1.0, math.nan, "1"):
+            with pytest.raises(InvalidArgumentError, match="more than 0"):
+                optimizer.clip_grad_norm_(bad)
+
+    on_ranks(2, body)
+
+
 def test_accumulation_under_no_sync(mode):
     def twice(model, step, rank):
         return loss(model, 2 * step, rank) + loss(model, 2 * step + 1, rank)
@@ -327,6 +396,32 @@ def test_a_nan_on_one_rank_is_skipped_by_all(mode):
     for _, w, _, optimizer in out:
         assert torch.isfinite(w).all()
         assert optimizer.skipped_steps == 1
+
+
+def test_the_culprit_of_a_nan_is_named(mode, caplog):
+    """And with nan_check="raise" all ranks stop, and say the same."""
+
+    def with_nan(model, step, rank):
+        if (step, rank) == (4, 1):
+            model[2].weight.register_hook(lambda g: g * math.nan)
+        return loss(model, step, rank)
+
+    def body(communicator, nan_check):
+        model = mlp()
+        optimizer = wrapped(model, communicator, nan_check=nan_check, **MODES[mode])
+        train(optimizer, model, range(5), communicator.rank, loss=with_nan)
+        train(optimizer, model, range(5, 6), communicator.rank)
+
+    with caplog.at_level("WARNING", "mdas.optimizer"):
+        on_ranks(3, lambda communicator: body(communicator, "skip"))
+    where = "step 4: the gradient of parameter '2.weight' on rank 1 has a NaN or an infinity"
+    assert [record.getMessage().startswith(where) for record in caplog.records[:3]] == [True] * 3
+
+    def stops(communicator):
+        with pytest.raises(NonFiniteError, match=where):
+            body(communicator, "raise")
+
+    on_ranks(3, stops)
 
 
 def test_step_without_backward(mode):
