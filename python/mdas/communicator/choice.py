@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from mdas import session
 from mdas.communicator.core import CoreCommunicator
 from mdas.communicator.process_group import TorchCommunicator
@@ -10,8 +12,8 @@ from mdas.errors import InvalidArgumentError
 from mdas.group import Group
 
 
-def choose(chosen: Communicator | str | None, group: Group | None) -> Communicator:
-    """The communicator for `communicator=` and `group=` of the optimizer.
+def choose(chosen: Communicator | str | None, group: Group | None, device: torch.device) -> Communicator:
+    """The communicator for `communicator=` and `group=` of an optimizer of parameters on `device`.
 
     Raises:
         InvalidArgumentError: another name than "core" and "torch", or a group beside what is not the core.
@@ -25,7 +27,7 @@ def choose(chosen: Communicator | str | None, group: Group | None) -> Communicat
             "communicator=mdas.communicator.TorchCommunicator(process_group) for some ranks of torch.distributed"
         )
     if chosen == "torch":
-        return TorchCommunicator()
+        return TorchCommunicator(device=device)
     if isinstance(chosen, str):
         raise InvalidArgumentError(f'communicator={chosen!r}: choose "core" or "torch", or pass a communicator')
     return chosen

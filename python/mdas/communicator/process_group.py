@@ -54,7 +54,9 @@ class TorchCommunicator:
         process_group: this process is in it; None: the default group.
         timeout: seconds without progress after which an operation fails, for backends that have timeouts
             (all but MPI), and after which a wait gives up, for all of them.
-        device: type of the memory that is exchanged, "cpu" or "cuda"; the group has a backend for it.
+        device: of the memory that is exchanged, "cpu" or "cuda"; the group has a backend for it. Beside CUDA memory,
+            small tensors in CPU memory may be exchanged; they are moved there and back, and waited for. A wait for
+            CUDA memory makes the current stream wait, not the caller.
 
     Raises:
         NotInitializedError: `torch.distributed` has no process group yet.
@@ -64,7 +66,11 @@ class TorchCommunicator:
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None = None, *, timeout: float = 300.0, device: str = "cpu"
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = 300.0,
+        device: torch.device | str = "cpu",
     ) -> None:
         if not 0 < timeout < math.inf:
             raise InvalidArgumentError(f"timeout is {timeout}, but must be a positive, finite number of seconds")
@@ -76,17 +82,20 @@ class TorchCommunicator:
             raise InvalidArgumentError("this process is not in the process group: construct it on its ranks only")
         config = dist.get_backend_config(process_group)
         backends = dict(pair.split(":") for pair in config.split(","))
-        if device not in backends:
-            raise InvalidArgumentError(
-                f"the process group's backends ({config}) do not move {device} memory: make one that does, as with "
-                f'torch.distributed.new_group(backend="{"gloo" if device == "cpu" else "nccl"}")'
-            )
         self._device = torch.device(device)
+        if str(self._device) == "cuda":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        kind = self._device.type
+        if kind not in backends:
+            raise InvalidArgumentError(
+                f"the process group's backends ({config}) do not move {kind} memory: make one that does, as with "
+                f'torch.distributed.new_group(backend="{"gloo" if kind == "cpu" else "nccl"}")'
+            )
         self._lanes: dict[Lane, _TorchLane] = {}
         lanes: tuple[Lane, ...] = ("bulk", "urgent")
         for lane in lanes:
             group = _group_like(process_group, config, timeout)
-            self._lanes[lane] = _TorchLane(lane, group, backends[device], timeout, blocking=device == "cpu")
+            self._lanes[lane] = _TorchLane(lane, group, backends[kind], timeout, blocking=kind == "cpu")
         # Of the lanes: torch sorts the ranks of a group, if it is not told otherwise when it is made.
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -97,6 +106,11 @@ class TorchCommunicator:
     def allreduce(
         self, input: torch.Tensor, output: torch.Tensor, *, op: Op = "sum", lane: Lane = "bulk", tag: int = 0
     ) -> Work:
+        if self._elsewhere(input, output):
+            moved = input.to(self._device)
+            self.allreduce(moved, moved, op=op, lane=lane, tag=tag).wait()
+            output.copy_(moved)
+            return Done()
         self._check(input, output)
         if input.shape != output.shape or input.dtype != output.dtype:
             raise TypeError(
@@ -131,6 +145,11 @@ class TorchCommunicator:
         )
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, lane: Lane = "bulk", tag: int = 0) -> Work:
+        if self._elsewhere(tensor):
+            moved = tensor.to(self._device)
+            self.broadcast(moved, root, lane=lane, tag=tag).wait()
+            tensor.copy_(moved)
+            return Done()
         self._check(tensor)
         chosen, tensor = self._lanes[lane], tensor.detach()
         source = dist.get_global_rank(chosen.group, root)
@@ -139,6 +158,11 @@ class TorchCommunicator:
         )
 
     def allgather(self, input: torch.Tensor, output: torch.Tensor, *, lane: Lane = "urgent", tag: int = 0) -> Work:
+        if self._elsewhere(input, output):
+            moved = output.to(self._device)
+            self.allgather(input.to(self._device), moved, lane=lane, tag=tag).wait()
+            output.copy_(moved)
+            return Done()
         self._check(input, output)
         if output.numel() != self.size * input.numel() or input.dtype != output.dtype:
             raise TypeError(
@@ -157,6 +181,10 @@ class TorchCommunicator:
         for lane in self._lanes.values():
             dist.destroy_process_group(lane.group)
         self._lanes = {}
+
+    def _elsewhere(self, *tensors: torch.Tensor) -> bool:
+        """Are they in CPU memory, which the backend may not reach, though this one is for a device?"""
+        return self._device.type != "cpu" and all(tensor.device.type == "cpu" for tensor in tensors)
 
     def _check(self, *tensors: torch.Tensor) -> None:
         for tensor in tensors:

@@ -22,7 +22,14 @@ from mdas.optimizer.agreement import average_tensors, broadcast_tensors, require
 from mdas.optimizer.buckets import Layout
 from mdas.optimizer.fused import FusedUpdate, why_not_fused
 from mdas.optimizer.hooks import Collector, Round
-from mdas.optimizer.inspection import check_options, check_types, describe, needs_closure, trained_parameters
+from mdas.optimizer.inspection import (
+    check_device,
+    check_options,
+    check_types,
+    describe,
+    needs_closure,
+    trained_parameters,
+)
 from mdas.optimizer.pipeline import Pipeline
 from mdas.optimizer.predict import PREDICTIONS
 from mdas.optimizer.tally import Tally
@@ -67,7 +74,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: any torch optimizer on parameters of `module`. SGD, Adam and AdamW have a fused kernel;
             one whose `step()` needs a closure (LBFGS) works with `schedule="sync"` only.
-        module: what is trained, on the CPU, with dense gradients in a floating-point type.
+        module: what is trained, on the CPU (or, with a communicator of torch.distributed, where that has a backend:
+            CUDA), with dense gradients in a floating-point type.
         schedule: "delayed", or "sync" to wait for every average. One rank alone is always synchronous.
         predict: what stands in for the average in flight (see `mdas.optimizer.predict`): "sketch" (default),
             "sketch+blend", "blend", "history", "local", or "none" for plain delayed training.
@@ -126,7 +134,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer, schedule, predict, sketch_rank, warmup_steps, bucket_mb, max_norm, max_value, nan_check
         )
         named = trained_parameters(optimizer, module)
-        communicator = choose(communicator, group)
+        communicator = choose(communicator, group, named[0][1].device)
+        check_device(named, communicator.memory(0, torch.float32).device)
         options = (
             f"schedule={schedule!r}, predict={predict!r}, sketch_rank={sketch_rank}, "
             f"warmup_steps={warmup_steps}, bucket_mb={bucket_mb}, max_norm={max_norm}, "
@@ -349,7 +358,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def exposed_seconds(self) -> float:
-        """Time for which `step()` on this rank waited for communication, from the start of training."""
+        """Time for which `step()` on this rank waited for communication, from the start of training. For
+        parameters in CUDA memory this includes the computation that the device had still to do.
+        """
         return self._pipeline.measured.exposed
 
     @property

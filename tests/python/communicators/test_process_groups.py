@@ -14,7 +14,7 @@ from torch_ranks import CASES, all_cases, collectives, killed, late, net, run_ca
 
 import mdas
 from mdas import _core
-from mdas.communicator import CoreCommunicator, TorchCommunicator
+from mdas.communicator import AloneCommunicator, CoreCommunicator, TorchCommunicator
 from processes import Ranks, run
 
 ON_RANK_1 = "MismatchError: DistributedOptimizer: rank 0 has {}, but rank 1 has {}; all ranks must"
@@ -160,6 +160,11 @@ def test_one_rank_alone_trains_as_torch_does() -> None:
         assert "sync, generic update, rank 0 of 1" in repr(optimizer)
         train(optimizer, model, range(3), 0)
         optimizer.close()
+        nowhere = net().to("meta")
+        with pytest.raises(mdas.InvalidArgumentError, match=r"backends \(.*cpu:gloo.*\) do not move meta memory"):
+            mdas.DistributedOptimizer(sgd(nowhere), nowhere, communicator="torch")
+        with pytest.raises(mdas.InvalidArgumentError, match=r"'0.weight' is on meta, but what is exchanged is on cpu"):
+            mdas.DistributedOptimizer(sgd(nowhere), nowhere, communicator=AloneCommunicator())
         with pytest.raises(mdas.InvalidArgumentError, match=r"TorchCommunicator\(process_group\) for some ranks"):
             mdas.init()
             mdas.DistributedOptimizer(sgd(model), model, communicator="torch", group=mdas.new_group([0]))

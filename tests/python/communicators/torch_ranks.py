@@ -40,7 +40,8 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 def loss(model: nn.Module, step: int, rank: int) -> Tensor:
     x, y = batch(step, rank)
-    return nn.functional.cross_entropy(model(x.to(next(model.parameters()).dtype)).float(), y)
+    like = next(model.parameters())
+    return nn.functional.cross_entropy(model(x.to(like)).float(), y.to(like.device))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -76,16 +77,18 @@ CASES: dict[str, dict[str, Any]] = {
 
 def report(tensors: list[Tensor]) -> dict[str, Any]:
     """Their bits as a digest, and their values."""
-    flat = torch.cat([t.detach().double().flatten() for t in tensors])
+    flat = torch.cat([t.detach().double().flatten() for t in tensors]).cpu()
     return {"bits": hashlib.sha256(flat.numpy().tobytes()).hexdigest(), "values": flat.tolist()}
 
 
-def run_case(name: str, communicator: Communicator | str, rank: int) -> dict[str, Any]:
+def run_case(name: str, communicator: Communicator | str, rank: int, device: str = "cpu") -> dict[str, Any]:
     """Trains; forward weights, base weights, optimizer state and averaged buffers afterwards."""
     options = {"bucket_mb": 0.002, **CASES[name]}
+    if device != "cpu":
+        options["fused"] = None
     make, dtype = options.pop("make", sgd), options.pop("dtype", torch.float32)
     resume, accumulate = options.pop("resume", False), options.pop("accumulate", False)
-    model = net(dtype=dtype)
+    model = net(dtype=dtype).to(device)
     optimizer = mdas.DistributedOptimizer(make(model), model, communicator=communicator, **options)
     train(optimizer, model, range(6), rank)
     if accumulate:
@@ -98,7 +101,7 @@ def run_case(name: str, communicator: Communicator | str, rank: int) -> dict[str
     if resume:
         model_state, state = model.state_dict(), optimizer.state_dict()
         optimizer.close()
-        model = net(dtype=dtype)
+        model = net(dtype=dtype).to(device)
         optimizer = mdas.DistributedOptimizer(make(model), model, communicator=communicator, **options)
         model.load_state_dict(model_state)
         optimizer.load_state_dict(state)
@@ -138,6 +141,31 @@ def all_cases() -> dict[str, Any]:
     assert not mdas.is_initialized()
     dist.destroy_process_group()
     return result
+
+
+def on_cuda() -> dict[str, Any]:
+    """Every case in CPU memory and on the GPU that the ranks share."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    result = {}
+    for device in ("cpu", "cuda"):
+        shared = TorchCommunicator(timeout=60, device=device)
+        result[device] = {name: run_case(name, shared, rank, device) for name in CASES}
+        shared.close()
+    dist.destroy_process_group()
+    return result
+
+
+def one_on_nccl() -> list[float]:
+    """Weights after three steps of one rank; construction and tally go through NCCL."""
+    dist.init_process_group("nccl")
+    model = net().to("cuda")
+    optimizer = mdas.DistributedOptimizer(sgd(model), model, communicator="torch")
+    train(optimizer, model, range(3), 0)
+    optimizer.close()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()]).cpu().tolist()
+    dist.destroy_process_group()
+    return weights
 
 
 def refused(rank: int) -> list[str]:
