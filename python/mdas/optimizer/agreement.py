@@ -81,11 +81,11 @@ def broadcast_tensors(communicator: Communicator, tensors: Iterable[Tensor]) -> 
 
 def average_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> None:
     """Every floating-point tensor becomes its average over the ranks. Collective."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.numel():
-            by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
-    for group in by_dtype.values():
+            alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for group in alike.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
         communicator.allreduce(flat, flat, op="average", tag=TAG).wait()
         for tensor, part in zip(group, torch.split(flat, [t.numel() for t in group]), strict=True):

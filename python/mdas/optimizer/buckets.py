@@ -93,8 +93,8 @@ class Layout:
             self.members[place.bucket].append(place)
 
     def vector(self, memory: Callable[[int, torch.dtype], Tensor] | None = None) -> Vector:
-        """A vector of zeros, in `memory(numel, dtype)` (default: plain memory)."""
-        memory = memory or (lambda numel, dtype: torch.zeros(numel, dtype=dtype))
+        """A vector of zeros, in `memory(numel, dtype)` (default: plain memory, where the parameters are)."""
+        memory = memory or (lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=self.parameters[0].device))
         return Vector([memory(numel, dtype) for numel, dtype in self.sizes], self.places)
 
 

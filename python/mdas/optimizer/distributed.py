@@ -14,15 +14,22 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mdas import session
-from mdas.communicator import Communicator, CoreCommunicator
+from mdas.communicator import Communicator
+from mdas.communicator.choice import choose
 from mdas.errors import InvalidArgumentError
 from mdas.optimizer import checkpoint
 from mdas.optimizer.agreement import average_tensors, broadcast_tensors, require_agreement, require_equal
 from mdas.optimizer.buckets import Layout
 from mdas.optimizer.fused import FusedUpdate, why_not_fused
 from mdas.optimizer.hooks import Collector, Round
-from mdas.optimizer.inspection import check_options, check_types, describe, needs_closure, trained_parameters
+from mdas.optimizer.inspection import (
+    check_device,
+    check_options,
+    check_types,
+    describe,
+    needs_closure,
+    trained_parameters,
+)
 from mdas.optimizer.pipeline import Pipeline
 from mdas.optimizer.predict import PREDICTIONS
 from mdas.optimizer.tally import Tally
@@ -67,7 +74,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: any torch optimizer on parameters of `module`. SGD, Adam and AdamW have a fused kernel;
             one whose `step()` needs a closure (LBFGS) works with `schedule="sync"` only.
-        module: what is trained, on the CPU, with dense gradients in a floating-point type.
+        module: what is trained, on the CPU (or, with a communicator of torch.distributed, where that has a backend:
+            CUDA), with dense gradients in a floating-point type.
         schedule: "delayed", or "sync" to wait for every average. One rank alone is always synchronous.
         predict: what stands in for the average in flight (see `mdas.optimizer.predict`): "sketch" (default),
             "sketch+blend", "blend", "history", "local", or "none" for plain delayed training.
@@ -85,13 +93,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             rank. Both give what torch gives; the generic one bit for bit, the fused one to rounding.
         group: an `mdas` group; None: all ranks of the job. The exchange has a group of its own of the same
             ranks, so that your collectives may come at any moment.
-        communicator: what to exchange through instead (see `mdas.communicator.Communicator`).
+        communicator: what to exchange through. "core", as None: mdas's own engine, after `mdas.init()`.
+            "torch": the default process group of `torch.distributed`, without `mdas.init()`; construction then makes
+            two process groups of the same ranks, for the same reason, and `group` stays None. Or a communicator:
+            `mdas.communicator.TorchCommunicator(process_group)` for other groups, timeouts, or several optimizers
+            after each other; or one of your own (see `mdas.communicator.Communicator`).
 
     Raises:
         MismatchError: on every rank, if models or options differ; names the first difference.
         InvalidArgumentError: an option makes no sense, or the model cannot be trained this way.
         TypeError: not an optimizer and a module, in this order.
-        NotInitializedError: neither `mdas.init()` nor a communicator.
+        NotInitializedError: neither `mdas.init()` nor a communicator; for "torch", no process group.
+        PeerLostError, CollectiveTimeoutError: a rank left meanwhile, or did not come.
     """
 
     def __init__(
@@ -109,7 +122,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         nan_check: Literal["skip", "raise"] = "skip",
         fused: bool | None = None,
         group: Group | None = None,
-        communicator: Communicator | None = None,
+        communicator: Communicator | Literal["core", "torch"] | None = None,
     ) -> None:
         check_types(optimizer, module)
         if isinstance(optimizer, DistributedOptimizer):
@@ -121,7 +134,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer, schedule, predict, sketch_rank, warmup_steps, bucket_mb, max_norm, max_value, nan_check
         )
         named = trained_parameters(optimizer, module)
-        communicator = communicator or _communicator(group)
+        communicator = choose(communicator, group, named[0][1].device)
+        check_device(named, communicator.memory(0, torch.float32).device)
         options = (
             f"schedule={schedule!r}, predict={predict!r}, sketch_rank={sketch_rank}, "
             f"warmup_steps={warmup_steps}, bucket_mb={bucket_mb}, max_norm={max_norm}, "
@@ -354,7 +368,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def exposed_seconds(self) -> float:
-        """Time for which `step()` on this rank waited for communication, from the start of training."""
+        """Time for which `step()` on this rank waited for communication, from the start of training. For
+        parameters in CUDA memory this includes the computation that the device had still to do.
+        """
         return self._pipeline.measured.exposed
 
     @property
@@ -449,16 +465,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 def _positive(name: str, value: float) -> None:
     if not (isinstance(value, (int, float)) and value > 0):
         raise InvalidArgumentError(f"{name}={value!r}: a number, more than 0")
-
-
-def _communicator(group: Group | None) -> Communicator:
-    from mdas.group import Group
-
-    chosen = group or Group.world(session.current().engine)
-    # Buckets leave during backward, at moments that differ from rank to rank: in a group of their own,
-    # what the user exchanges at that time cannot get between them.
-    own = chosen.engine.new_group(list(chosen.ranks))
-    return CoreCommunicator(chosen.engine, own, chosen.rank, chosen.size, chosen.timeout)
 
 
 def _update(inner: torch.optim.Optimizer, layout: Layout, fused: bool | None) -> Update:

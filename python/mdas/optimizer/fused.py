@@ -115,8 +115,8 @@ def why_not_fused(inner: torch.optim.Optimizer, layout: Layout) -> str | None:
         return "there is no fused kernel with amsgrad, capturable or differentiable"
     for place in layout.places:
         p = place.parameter
-        if p.dtype != torch.float32 or not p.is_contiguous():
-            return f"parameter {place.name!r} is not contiguous float32"
+        if p.dtype != torch.float32 or not p.is_contiguous() or p.device.type != "cpu":
+            return f"parameter {place.name!r} is not contiguous float32 in CPU memory"
     return None
 
 

@@ -79,6 +79,7 @@ class Collector:
         self._round: Round | None = None
         self._missing: list[int] = []
         self._next = 0
+        self._squares: list[float | Tensor] = []
         self._taken: list[tuple[Tensor, int] | None] = []
         """Per parameter whose hook has fired: the `param.grad` that was copied, and its version then."""
         self._warned = False
@@ -93,7 +94,7 @@ class Collector:
     def begin(self, round: Round) -> None:
         """From now on gradients go into this round."""
         self._round = round
-        round.squares = [0.0] * len(round.used)
+        self._squares = [0.0] * len(round.used)
         self._missing = [len(members) for members in self._layout.members]
         self._next = 0
         self._taken = [None] * len(round.used)
@@ -108,6 +109,7 @@ class Collector:
         round = self._current()
         self._warn_of_changes()
         self._fill(round, idle=idle)
+        round.squares = kernels.read(self._squares)
         self._round, self._taken = None, []
         return round
 
@@ -220,7 +222,7 @@ class Collector:
     def _take(self, round: Round, place: Place, gradient: Tensor) -> None:
         if gradient.layout != torch.strided:
             raise RuntimeError(f"parameter {place.name!r} got a {gradient.layout} gradient: {SPARSE}")
-        round.squares[place.index] = kernels.copy_squared(round.gradient.views[place.index], gradient)
+        self._squares[place.index] = kernels.copy_squared(round.gradient.views[place.index], gradient)
         round.used[place.index] = True
 
     def _hand_on(self, round: Round) -> None:

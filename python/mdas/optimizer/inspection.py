@@ -80,13 +80,22 @@ def trained_parameters(optimizer: torch.optim.Optimizer, module: nn.Module) -> l
         raise InvalidArgumentError("the optimizer holds no parameter that requires a gradient")
     sparse = {id(m.weight) for m in module.modules() if isinstance(m, _EMBEDDINGS) and m.sparse}
     for name, p in named:
-        if p.device.type != "cpu" or p.dtype not in _DTYPES:
-            raise InvalidArgumentError(
-                f"parameter {name!r} is {p.dtype} on {p.device}: trained are {', '.join(map(str, _DTYPES))} on the CPU"
-            )
+        if p.dtype not in _DTYPES:
+            raise InvalidArgumentError(f"parameter {name!r} is {p.dtype}: trained are {', '.join(map(str, _DTYPES))}")
         if id(p) in sparse:
             raise InvalidArgumentError(f"parameter {name!r} has sparse gradients: {SPARSE}")
     return named
+
+
+def check_device(named: list[tuple[str, nn.Parameter]], device: torch.device) -> None:
+    """Raises InvalidArgumentError if a parameter is not where the communicator's memory is."""
+    for name, p in named:
+        if p.device != device:
+            raise InvalidArgumentError(
+                f"parameter {name!r} is on {p.device}, but what is exchanged is on {device}: mdas's own core exchanges "
+                'CPU memory; communicator="torch" exchanges where the first parameter is, if the process group has a '
+                "backend for that, and needs all parameters there"
+            )
 
 
 def describe(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mdas import _core
 from mdas.communicator import Communicator, Work
+from mdas.optimizer import kernels
 from mdas.optimizer.buckets import Layout, Place, Vector, real
 
 TAG = 0xFFFF_0100
@@ -29,46 +29,37 @@ SEED = 0x6D64_6173  # any, but equal on all ranks
 
 @dataclass(slots=True)
 class _Matrix:
-    """A parameter that is sketched. What is not a tensor here is the address of one, of float32."""
+    """A parameter that is sketched. All tensors are contiguous float32."""
 
     index: int
     rows: int
     rest: int
-    rank: int
     basis: Tensor
     """R, of shape (rest, rank), orthonormal."""
-    r: int
-    """its address"""
-    own_p: int
+    own_p: Tensor
     """g_i R, (rows, rank)"""
-    p: int
+    p: Tensor
     """its average, then P"""
-    own_q: int
+    own_q: Tensor
     """g_iᵀ P, (rest, rank)"""
-    q: int
+    q: Tensor
     """its average, then R'"""
-    history_p: int
+    history_p: Tensor
     """h R"""
-    history_q: int
+    history_q: Tensor
     """hᵀ P"""
 
-    def times_basis(self, vector: Vector, out: int) -> None:
-        matrix = vector.views[self.index].float()
-        _core.times(self.rows, self.rest, self.rank, matrix.data_ptr(), self.r, out)
+    def times_basis(self, vector: Vector, out: Tensor) -> None:
+        kernels.times(self.rows, self.rest, vector.views[self.index].float(), self.basis, out)
 
-    def transposed_times_p(self, vector: Vector, out: int) -> None:
-        matrix = vector.views[self.index].float()
-        _core.transposed_times(self.rows, self.rest, self.rank, matrix.data_ptr(), self.p, out)
-
-    def orthonormalize(self, rows: int, tall: int) -> None:
-        """Dead columns are refilled, on every rank with the same directions."""
-        _core.orthonormalize(rows, self.rank, tall, SEED + self.index)
+    def transposed_times_p(self, vector: Vector, out: Tensor) -> None:
+        kernels.transposed_times(self.rows, self.rest, vector.views[self.index].float(), self.p, out)
 
     def expand(self, history: Vector, into: Vector) -> None:
         """Writes h + P R'ᵀ."""
         h, target = history.views[self.index].float(), into.views[self.index]
         c = target if target.dtype == torch.float32 else torch.empty_like(h)
-        _core.expand(self.rows, self.rest, self.rank, h.data_ptr(), self.p, self.q, c.data_ptr())
+        kernels.expand(self.rows, self.rest, h, self.p, self.q, c)
         if c is not target:
             target.copy_(c)
 
@@ -90,27 +81,31 @@ class _Part:
         memory = communicator.memory
         self._own_first, self._first = memory(first, torch.float32), memory(first, torch.float32)
         self._own_second, self._second = memory(second, torch.float32), memory(second, torch.float32)
-        self._history_p, self._history_q, self._bases = torch.zeros(sketched), torch.zeros(second), torch.zeros(second)
+        device = self._first.device
+        self._history_p = torch.zeros(sketched, device=device)
+        self._history_q, self._bases = torch.zeros(second, device=device), torch.zeros(second, device=device)
         own_p, p, history_p = map(_cutter, (self._own_first, self._first, self._history_p))
         own_q, q, history_q, basis = map(_cutter, (self._own_second, self._second, self._history_q, self._bases))
         self.matrices: list[_Matrix] = []
         for place, (rows, rest, r) in zip(matrices, sizes, strict=True):
-            tall = basis((rest, r))
-            addresses = [
-                tensor.data_ptr()
-                for tensor in (
-                    tall,
-                    own_p((rows, r)),
-                    p((rows, r)),
-                    own_q((rest, r)),
-                    q((rest, r)),
-                    history_p((rows, r)),
-                    history_q((rest, r)),
+            p_shape, q_shape = (rows, r), (rest, r)
+            self.matrices.append(
+                _Matrix(
+                    place.index,
+                    rows,
+                    rest,
+                    basis=basis(q_shape),
+                    own_p=own_p(p_shape),
+                    p=p(p_shape),
+                    own_q=own_q(q_shape),
+                    q=q(q_shape),
+                    history_p=history_p(p_shape),
+                    history_q=history_q(q_shape),
                 )
-            ]
-            matrix = _Matrix(place.index, rows, rest, r, tall, *addresses)
-            matrix.orthonormalize(rest, matrix.r)  # a basis of zeros is refilled altogether
-            self.matrices.append(matrix)
+            )
+        self._seeds = [SEED + m.index for m in self.matrices]
+        # Bases of zeros are refilled altogether.
+        kernels.orthonormalize([m.basis for m in self.matrices], self._seeds)
         self._average_p = self._first[:sketched]
         self._own_whole = [own_p((place.count,)) for place in self._whole]
         self._whole_average = [p((place.count,)) for place in self._whole]
@@ -138,9 +133,9 @@ class _Part:
             self._first.div_(share)  # the average of those that have data
         self._average_p.sub_(self._history_p)
         self._finite = bool(torch.isfinite(self._first).all())
+        if self._finite:
+            kernels.orthonormalize([m.p for m in self.matrices], self._seeds)
         for m in self.matrices:
-            if self._finite:
-                m.orthonormalize(m.rows, m.p)
             m.transposed_times_p(gradient, m.own_q)
         return self._allreduce(self._own_second, self._second, self._tag + 1)
 
@@ -166,8 +161,7 @@ class _Part:
             m.expand(history, into)
         _copy([real(into.views[p.index]).view(-1) for p in self._whole], self._whole_average)
         self._bases.copy_(self._second)
-        for m in self.matrices:
-            m.orthonormalize(m.rest, m.r)
+        kernels.orthonormalize([m.basis for m in self.matrices], self._seeds)
 
     def _allreduce(self, own: Tensor, average: Tensor, tag: int) -> Work:
         return self._communicator.allreduce(own, average, op="average", lane="urgent", tag=tag)

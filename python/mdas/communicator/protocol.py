@@ -1,20 +1,10 @@
-"""What the optimizer exchanges through: a small protocol, mdas's own core, and nothing at all.
-
-The optimizer knows no more of a network than this protocol. Every rank of the group makes the same
-calls in the same order per lane; `tag` travels with the call, so that a rank which is out of step is
-told so instead of being given somebody else's bytes.
-"""
+"""The protocol, and its simplest implementation: nobody to exchange with."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
-
-from mdas import buffers
-
-if TYPE_CHECKING:
-    from mdas import _core
 
 Lane = Literal["bulk", "urgent"]
 Op = Literal["sum", "average", "min", "max", "product"]
@@ -104,44 +94,3 @@ class AloneCommunicator:
     def allgather(self, input: torch.Tensor, output: torch.Tensor, *, lane: Lane = "urgent", tag: int = 0) -> Work:
         output.copy_(input)
         return Done()
-
-
-class CoreCommunicator:
-    """A group of mdas's own engine.
-
-    `engine` is a `_core.Engine`, `group` the id of one of its groups (0: its world), in which this
-    process has rank `rank` of `size`. `timeout`: seconds without progress after which an operation fails
-    (None: the engine's own).
-    """
-
-    def __init__(self, engine: _core.Engine, group: int, rank: int, size: int, timeout: float | None = None) -> None:
-        self._engine = engine
-        self._group = group
-        self._timeout = timeout
-        self.rank = rank
-        self.size = size
-
-    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        from mdas import _core
-
-        if numel == 0:
-            return torch.zeros(0, dtype=dtype)
-        return torch.frombuffer(_core.Memory(numel * dtype.itemsize), dtype=dtype)
-
-    def allreduce(
-        self, input: torch.Tensor, output: torch.Tensor, *, op: Op = "sum", lane: Lane = "bulk", tag: int = 0
-    ) -> Work:
-        return self._engine.allreduce(self._group, _view(input), _view(output), op, lane, tag, self._timeout)
-
-    def broadcast(self, tensor: torch.Tensor, root: int, *, lane: Lane = "bulk", tag: int = 0) -> Work:
-        return self._engine.broadcast(self._group, _view(tensor), root, lane, tag, self._timeout)
-
-    def allgather(self, input: torch.Tensor, output: torch.Tensor, *, lane: Lane = "urgent", tag: int = 0) -> Work:
-        return self._engine.allgather(self._group, _view(input), _view(output), lane, tag, self._timeout)
-
-
-def _view(tensor: torch.Tensor) -> _core.View:
-    """The tensor's memory, kept alive by the view."""
-    if not tensor.is_contiguous() or tensor.device.type != "cpu":
-        raise TypeError(f"a communicator takes contiguous CPU tensors, not {tensor.device} {tensor.stride()}")
-    return buffers.storage_view(tensor)

@@ -1,0 +1,54 @@
+"""Over mdas's own engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from mdas import buffers
+from mdas.communicator.protocol import Lane, Op, Work
+
+if TYPE_CHECKING:
+    from mdas import _core
+
+
+class CoreCommunicator:
+    """A group of mdas's own engine.
+
+    `engine` is a `_core.Engine`, `group` the id of one of its groups (0: its world), in which this
+    process has rank `rank` of `size`. `timeout`: seconds without progress after which an operation fails
+    (None: the engine's own).
+    """
+
+    def __init__(self, engine: _core.Engine, group: int, rank: int, size: int, timeout: float | None = None) -> None:
+        self._engine = engine
+        self._group = group
+        self._timeout = timeout
+        self.rank = rank
+        self.size = size
+
+    def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        from mdas import _core
+
+        if numel == 0:
+            return torch.zeros(0, dtype=dtype)
+        return torch.frombuffer(_core.Memory(numel * dtype.itemsize), dtype=dtype)
+
+    def allreduce(
+        self, input: torch.Tensor, output: torch.Tensor, *, op: Op = "sum", lane: Lane = "bulk", tag: int = 0
+    ) -> Work:
+        return self._engine.allreduce(self._group, _view(input), _view(output), op, lane, tag, self._timeout)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, *, lane: Lane = "bulk", tag: int = 0) -> Work:
+        return self._engine.broadcast(self._group, _view(tensor), root, lane, tag, self._timeout)
+
+    def allgather(self, input: torch.Tensor, output: torch.Tensor, *, lane: Lane = "urgent", tag: int = 0) -> Work:
+        return self._engine.allgather(self._group, _view(input), _view(output), lane, tag, self._timeout)
+
+
+def _view(tensor: torch.Tensor) -> _core.View:
+    """The tensor's memory, kept alive by the view."""
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise TypeError(f"a communicator takes contiguous CPU tensors, not {tensor.device} {tensor.stride()}")
+    return buffers.storage_view(tensor)
