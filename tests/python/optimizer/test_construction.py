@@ -131,8 +131,9 @@ def test_models_that_cannot_be_trained_this_way():
         frozen = mlp().requires_grad_(False)
         with pytest.raises(InvalidArgumentError, match="no parameter that requires a gradient"):
             wrapped(frozen, communicator)
-        with pytest.raises(InvalidArgumentError, match=r"torch\.complex64"):
-            wrapped(nn.Linear(2, 2, dtype=torch.complex64), communicator)
+        tiny = nn.ParameterList([nn.Parameter(torch.zeros(2, 2).to(torch.float8_e4m3fn))])
+        with pytest.raises(InvalidArgumentError, match=r"torch\.float8_e4m3fn"):
+            wrapped(tiny, communicator)
         with pytest.raises(InvalidArgumentError, match=r'LBFGS .*schedule="sync"'):
             wrapped(mlp(), communicator, lambda m: torch.optim.LBFGS(m.parameters()))
 
