@@ -156,12 +156,17 @@ class Work(dist.Work):
 
 
 class Completer:
-    """Completes futures in the order in which they were asked for, from a thread that the first one starts."""
+    """Completes futures in the order in which they were asked for, from a thread that the first one starts.
+
+    What a script hangs on a future runs in that thread, and may itself ask for a future and wait for it, as
+    PowerSGD's hook does. A new thread then takes the rest over, since the old one may not come back before.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._waiting: queue.SimpleQueue[tuple[Work, Future[Any]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        """The last one is in charge."""
         self._stopped = False
         self._lock = threading.Lock()
 
@@ -169,9 +174,10 @@ class Completer:
         """Sets `over` when `work` is over."""
         with self._lock:
             if not self._stopped:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                    self._thread.start()
+                if not self._threads or threading.current_thread() is self._threads[-1]:
+                    thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+                    thread.start()
                 self._waiting.put((work, over))
                 return
         over.set_result(None)
@@ -181,11 +187,12 @@ class Completer:
         with self._lock:
             self._stopped = True
             self._waiting.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_CALLBACK_SECONDS)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_CALLBACK_SECONDS)
 
     def _run(self) -> None:
-        while (item := self._waiting.get()) is not None:
+        while threading.current_thread() is self._threads[-1] and (item := self._waiting.get()) is not None:
             work, over = item
             work.await_parts()
             over.set_result(None)

@@ -18,8 +18,8 @@ mod work;
 #[cfg(test)]
 mod tests;
 
-use call::{hash_purpose, hash_ranks};
 pub use call::{Call, Fingerprint, GroupId, HeapBytes, Region};
+use call::{hash_purpose, hash_ranks};
 pub use wires::Counters;
 pub use work::{Times, Work, monotonic_ns};
 
