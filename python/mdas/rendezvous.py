@@ -109,16 +109,27 @@ class Place:
     def _through_store(self, store: Store, what: str, blob: bytes) -> list[bytes]:
         keys = [f"mdas/{self.name}/{what}/{rank}" for rank in range(self._job.size)]
         store.set(keys[self._job.rank], blob.decode())
-        while not store.check(keys):
-            if time.monotonic() > self._deadline:
-                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                raise ConfigurationError(
-                    f"init: ranks {_ranges(missing)} of {self._job.size} did not come to torchrun's store at "
-                    f"{network.endpoint(self.host, self.port)} in time: do they all call "
-                    "mdas.init(), with MDAS_SECRET set on all ranks or on none?"
-                )
-            time.sleep(_POLL_SECONDS)
+        missing = await_keys(store, keys, self._deadline)
+        if missing:
+            raise ConfigurationError(
+                f"init: ranks {ranges(missing)} of {self._job.size} did not come to torchrun's store at "
+                f"{network.endpoint(self.host, self.port)} in time: do they all call "
+                "mdas.init(), with MDAS_SECRET set on all ranks or on none?"
+            )
         return [store.get(key) for key in keys]
+
+
+def await_keys(store: Store, keys: Sequence[str], deadline: float) -> list[int]:
+    """Returns when a store of torch's has all these keys, or at `deadline` (of `time.monotonic()`).
+
+    Returns:
+        Indices of the keys that are missing then.
+    """
+    while not store.check(list(keys)):
+        if time.monotonic() > deadline:
+            return [index for index, key in enumerate(keys) if not store.check([key])]
+        time.sleep(_POLL_SECONDS)
+    return []
 
 
 def check_agreement(cards: Sequence[Card]) -> None:
@@ -133,11 +144,11 @@ def check_agreement(cards: Sequence[Card]) -> None:
         for rank, values in enumerate(described):
             ranks_by_value.setdefault(repr(values.get(name)), []).append(rank)
         if len(ranks_by_value) > 1:
-            who = "; ".join(f"{value} on ranks {_ranges(ranks)}" for value, ranks in ranks_by_value.items())
+            who = "; ".join(f"{value} on ranks {ranges(ranks)}" for value, ranks in ranks_by_value.items())
             raise ConfigurationError(f"init: {name} differs between ranks: {who}. It must be the same on all ranks")
 
 
-def _ranges(ranks: Sequence[int]) -> str:
+def ranges(ranks: Sequence[int]) -> str:
     """Ascending ranks, shortened: 0-3, 7."""
     parts: list[tuple[int, int]] = []
     for rank in ranks:

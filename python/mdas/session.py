@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import time
 from dataclasses import dataclass
 
-from mdas import _core, env, network, rendezvous, settings
+from mdas import _core, env, mesh, network, rendezvous, settings
 from mdas.errors import ClosedError, Error, NotInitializedError
 
 _EXIT_SECONDS = 3.5
@@ -85,32 +84,13 @@ def init(
 
 
 def _join(job: env.Job, chosen: settings.Settings) -> Session:
-    engine_settings = _core.EngineSettings(
-        chosen.timeout,
-        chosen.warn_after,
-        chosen.small_bytes,
-        chosen.algorithm,
-        list(chosen.progress_cpus),
-        chosen.rate_limit,
-    )
     if job.size == 1:
-        return Session(_core.loopback(1, engine_settings)[0], job, (0,), 0, 1)
+        return Session(mesh.alone(chosen), job, (0,), 0, 1)
     deadline = time.monotonic() + chosen.timeout
     place = rendezvous.Place(job, _State.generation, deadline)
     address = network.advertised_address(place.host, place.port, chosen.interface, job.local_size == job.size)
     secret = place.secret(chosen.secret)
-    listener = _core.Listener(address, chosen.ports, job.rank, job.size, place.name, secret)
-    try:
-        card = rendezvous.Card(address, listener.port, _core.host_identity(), _core.__version__, chosen.shared())
-        cards = [rendezvous.Card.decode(blob) for blob in place.exchange(card.encode(), secret)]
-        rendezvous.check_agreement(cards)
-        nodes = rendezvous.nodes([card.host for card in cards])
-        members = [(card.address, card.port) for card in cards]
-        configuration = json.dumps(chosen.shared())
-        left = max(deadline - time.monotonic(), 0.0)
-        engine = listener.connect(members, list(nodes), engine_settings, configuration, left)
-    finally:
-        listener.close()
+    engine, nodes = mesh.connect(place, job.rank, job.size, address, secret, chosen, deadline)
     here = [rank for rank, node in enumerate(nodes) if node == nodes[job.rank]]
     return Session(
         engine=engine,

@@ -103,10 +103,12 @@ impl Engine {
         self.engine.transport_name()
     }
 
-    /// Makes a group of these world ranks; all ranks of the world call this in the same order. Returns its number.
-    fn new_group(&self, py: Python<'_>, ranks: Vec<usize>) -> PyResult<u32> {
+    /// Makes a group of these world ranks; its members all call this, for groups of the same set of ranks and the
+    /// same `purpose` in the same order. Returns its number.
+    #[pyo3(signature = (ranks, purpose=""))]
+    fn new_group(&self, py: Python<'_>, ranks: Vec<usize>, purpose: &str) -> PyResult<u32> {
         self.engine.home().check(py)?;
-        let group = py.detach(|| self.engine.new_group(ranks)).map_err(|e| errors::to_python(py, &e))?;
+        let group = py.detach(|| self.engine.new_group(ranks, purpose)).map_err(|e| errors::to_python(py, &e))?;
         Ok(group.0)
     }
 

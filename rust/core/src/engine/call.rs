@@ -8,8 +8,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A group of ranks, by number. The world is group 0; any other number follows from the set of its ranks and
-/// from how many groups of the same set were made before, so that only the members need to agree on it.
+/// A group of ranks, by number. The world is group 0; any other number follows from the set of its ranks, from its
+/// purpose, and from how many groups with the same of both were made before, so that only the members need to agree.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct GroupId(pub u32);
 
@@ -91,9 +91,17 @@ impl Fingerprint {
 /// A hash of ranks that is the same on every machine (FNV-1a, folded to 32 bits).
 pub(super) fn hash_ranks(ranks: &[usize], salt: u64) -> u32 {
     let words = std::iter::once(salt).chain(ranks.iter().map(|&rank| rank as u64));
-    let hash = words
-        .flat_map(u64::to_le_bytes)
-        .fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+    fnv1a(words.flat_map(u64::to_le_bytes))
+}
+
+/// The same for what a group is for; 0 if it is for nothing in particular.
+pub(super) fn hash_purpose(purpose: &str) -> u32 {
+    if purpose.is_empty() { 0 } else { fnv1a(purpose.bytes()) }
+}
+
+fn fnv1a(bytes: impl Iterator<Item = u8>) -> u32 {
+    let hash =
+        bytes.fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
     (hash >> 32) as u32 ^ hash as u32
 }
 

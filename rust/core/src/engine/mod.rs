@@ -18,8 +18,8 @@ mod work;
 #[cfg(test)]
 mod tests;
 
-use call::hash_ranks;
 pub use call::{Call, Fingerprint, GroupId, HeapBytes, Region};
+use call::{hash_purpose, hash_ranks};
 pub use wires::Counters;
 pub use work::{Times, Work, monotonic_ns};
 
@@ -94,7 +94,7 @@ impl Engine {
         let (waker, transport_name) = (transport.waker(), transport.name());
         let shared = Shared::new(Driver::new(transport, config.clone()), waker, config.clone());
         let engine = Engine { shared: shared.clone(), thread: Mutex::new(None), transport_name };
-        engine.new_group((0..config.size).collect())?;
+        engine.new_group((0..config.size).collect(), "")?;
         let thread = std::thread::Builder::new()
             .name("mdas-progress".into())
             .spawn(move || {
@@ -127,11 +127,12 @@ impl Engine {
     }
 
     /// A group of world ranks, numbered 0.. in the given order. Its members all make it, and groups of the same set
-    /// of ranks in the same order; nothing is sent.
+    /// of ranks and the same purpose in the same order; nothing is sent. Groups that serve another `purpose` (any text)
+    /// are counted apart, so that a library's groups and those of its user do not depend on each other's order.
     ///
     /// # Errors
     /// `Invalid` for ranks that do not exist or stand there twice, or an empty list.
-    pub fn new_group(&self, ranks: Vec<usize>) -> Result<GroupId> {
+    pub fn new_group(&self, ranks: Vec<usize>, purpose: &str) -> Result<GroupId> {
         self.shared.check_open()?;
         let size = self.size();
         let mut seen = vec![false; size];
@@ -152,8 +153,9 @@ impl Engine {
         }
         let ranks: Arc<[usize]> = ranks.into();
         let mut calls = lock(&self.shared.calls);
-        let id = group_id(&ranks, &calls);
-        calls.groups.insert(id, Membership { ranks: ranks.clone(), next_seq: [0; 2] });
+        let purpose = hash_purpose(purpose);
+        let id = group_id(&ranks, purpose, &calls);
+        calls.groups.insert(id, Membership { ranks: ranks.clone(), purpose, next_seq: [0; 2] });
         calls.queue.push(Command::NewGroup(id, ranks));
         Ok(id)
     }
@@ -215,9 +217,9 @@ impl Drop for Engine {
     }
 }
 
-/// The first group is the world; another one's number follows from its ranks and from how many groups of the same
-/// ranks there are, so that ranks outside need not know of it.
-fn group_id(ranks: &[usize], calls: &Calls) -> GroupId {
+/// The first group is the world; another one's number follows from its ranks, its purpose and from how many groups
+/// with the same of both there are, so that ranks outside need not know of it.
+fn group_id(ranks: &[usize], purpose: u32, calls: &Calls) -> GroupId {
     if calls.groups.is_empty() {
         return GroupId(0);
     }
@@ -226,11 +228,12 @@ fn group_id(ranks: &[usize], calls: &Calls) -> GroupId {
     let same = |membership: &&Membership| {
         let mut other = membership.ranks.to_vec();
         other.sort_unstable();
-        other == set
+        membership.purpose == purpose && other == set
     };
     let before = calls.groups.values().filter(same).count() as u64;
     let free = |id: &GroupId| id.0 != 0 && !calls.groups.contains_key(id);
-    let candidates = (0..).map(|attempt: u64| GroupId(hash_ranks(&set, 1 + before + (attempt << 32))));
+    // Mixed in apart from the count: a sum of both would let one purpose's second group be another one's first.
+    let candidates = (0..).map(|attempt: u64| GroupId(hash_ranks(&set, 1 + before + (attempt << 32)) ^ purpose));
     candidates.into_iter().find(free).unwrap_or(GroupId(0))
 }
 

@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 /// What callers know of a group.
 pub(super) struct Membership {
     pub ranks: Arc<[usize]>,
+    /// Hash of what it is for.
+    pub purpose: u32,
     pub next_seq: [u64; 2],
 }
 

@@ -3,6 +3,7 @@
 use super::*;
 use crate::transport::{Lane, loopback};
 use mdas_kernels::{DType, ReduceOp};
+use std::collections::HashMap;
 use std::time::Instant;
 
 const LIMIT: Duration = Duration::from_secs(30);
@@ -241,7 +242,7 @@ fn a_rank_that_finishes_early_breaks_nobody() {
 fn groups_run_side_by_side() {
     let engines = engines(4, LIMIT);
     let sums = ranks(&engines, |engine| {
-        let pairs = [engine.new_group(vec![0, 1]).unwrap(), engine.new_group(vec![3, 2]).unwrap()];
+        let pairs = [engine.new_group(vec![0, 1], "").unwrap(), engine.new_group(vec![3, 2], "").unwrap()];
         let mine = pairs[engine.rank() / 2];
         let (buffer, memory) = region(&[engine.rank() as f64 + 1.0]);
         let call = Call { group: mine, ..call(engine, Collective::Allreduce(ReduceOp::Product), DType::F64, 1) };
@@ -272,9 +273,9 @@ fn senseless_calls_are_refused_before_anything_is_sent() {
         assert!(error.to_string().contains(expected), "{error}");
     }
     assert!(
-        engine.new_group(vec![0, 2]).is_err()
-            && engine.new_group(vec![0, 0]).is_err()
-            && engine.new_group(vec![]).is_err()
+        engine.new_group(vec![0, 2], "").is_err()
+            && engine.new_group(vec![0, 0], "").is_err()
+            && engine.new_group(vec![], "").is_err()
     );
     // The order of calls is undisturbed.
     let results = ranks(&engines, |engine| allreduce(engine, &[2.0], ReduceOp::Sum).unwrap());
@@ -307,10 +308,10 @@ fn a_group_is_known_by_its_members_alone() {
     let sums = ranks(&engines, |engine| {
         if engine.rank() == 1 {
             // An outsider makes other groups, or none.
-            engine.new_group(vec![1]).unwrap();
+            engine.new_group(vec![1], "").unwrap();
             return 0.0;
         }
-        let (first, second) = (engine.new_group(vec![0, 2]).unwrap(), engine.new_group(vec![0, 2]).unwrap());
+        let (first, second) = (engine.new_group(vec![0, 2], "").unwrap(), engine.new_group(vec![0, 2], "").unwrap());
         assert_ne!(first, second);
         let order = if engine.rank() == 0 { [first, second] } else { [second, first] };
         let works = order.map(|group| {
@@ -326,10 +327,36 @@ fn a_group_is_known_by_its_members_alone() {
 }
 
 #[test]
+fn groups_of_different_purposes_are_counted_apart() {
+    let engines = engines(2, LIMIT);
+    let sums = ranks(&engines, |engine| {
+        // The two ranks make the same groups in another order; one of them makes more for a purpose of its own.
+        let purposes = if engine.rank() == 0 { ["", "mine", "ab", "ba"] } else { ["ba", "ab", "", ""] };
+        let mut made = HashMap::new();
+        for purpose in purposes {
+            let group = engine.new_group(vec![0, 1], purpose).unwrap();
+            made.entry(purpose).or_insert(group);
+        }
+        let works = ["", "ab", "ba"].map(|purpose| {
+            let (buffer, memory) = region(&[purpose.len() as f64 + if purpose == "ab" { 10.0 } else { 1.0 }]);
+            let group = made[purpose];
+            let call =
+                Call { group, blocking: false, ..call(engine, Collective::Allreduce(ReduceOp::Sum), DType::F64, 1) };
+            (engine.submit(call, buffer.clone(), buffer).unwrap(), memory)
+        });
+        works.each_ref().map(|(work, memory)| {
+            wait(work).unwrap();
+            values::<f64>(memory)[0]
+        })
+    });
+    assert_eq!(sums, [[2.0, 24.0, 6.0]; 2]);
+}
+
+#[test]
 fn ranks_that_order_a_group_differently_are_told() {
     let engines = engines(2, LIMIT);
     let errors = ranks(&engines, |engine| {
-        let group = engine.new_group(if engine.rank() == 0 { vec![0, 1] } else { vec![1, 0] }).unwrap();
+        let group = engine.new_group(if engine.rank() == 0 { vec![0, 1] } else { vec![1, 0] }, "").unwrap();
         let (buffer, _) = region(&[0f32]);
         let call = Call { group, ..call(engine, Collective::Broadcast { root: 0 }, DType::F32, 1) };
         // Both believe to be the root and send at once; a second call tells at the latest.
