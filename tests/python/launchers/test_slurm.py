@@ -14,7 +14,7 @@ from slurm_cluster import Cluster, ClusterError, unavailable
 
 pytestmark = [
     pytest.mark.skipif(unavailable() is not None, reason=f"no SLURM here: {unavailable()}"),
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(200),
 ]
 
 # One write per rank: whole lines, whoever prints meanwhile.
