@@ -60,6 +60,10 @@ def _path() -> str:
     return os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 
 
+class ClusterError(RuntimeError):
+    """SLURM does not start on this machine. The first line says why, the logs follow."""
+
+
 class Cluster:
     """Nodes n1, n2, ... with four (pretended) processors each, and a host for logging in that is no node.
 
@@ -134,8 +138,9 @@ class Cluster:
         deadline = time.monotonic() + _START_SECONDS
         while not there():
             if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in self._daemons):
-                logs = "\n".join(f"--- {p.name}\n{p.read_text()[-2000:]}" for p in sorted(self._folder.glob("*.log")))
-                raise AssertionError(f"SLURM: no {what} within {_START_SECONDS:.0f} s\n{logs}")
+                logs = [f"--- {path.name}\n{path.read_text()[-2000:]}" for path in sorted(self._folder.glob("*.log"))]
+                errors = [line for log in logs for line in log.splitlines() if "error: " in line]
+                raise ClusterError("\n".join([f"no {what}: {(errors or ['(no error in its logs)'])[-1]}", *logs]))
             time.sleep(0.1)
 
     def _inside(self, node: int) -> list[str]:
