@@ -136,3 +136,13 @@ def test_kernels_of_statistics_and_sketches() -> None:
     assert _core.sqnorm(y.ctypes.data, 35) == pytest.approx((y.astype(float) ** 2).sum())
     assert _core.sqdist(x.ctypes.data, y.ctypes.data, 35) == pytest.approx(((x - y).astype(float) ** 2).sum(), rel=1e-5)
     assert _core.dot(x.ctypes.data, y.ctypes.data, 35) == pytest.approx(x.astype(float) @ y.astype(float))
+
+
+def test_groups_of_different_purposes_do_not_depend_on_each_others_order() -> None:
+    engines = _core.loopback(2)
+    first = {purpose: engines[0].new_group([0, 1], purpose) for purpose in ("", "there", "back")}
+    second = {purpose: engines[1].new_group([0, 1], purpose) for purpose in ("back", "", "there")}
+    assert first == second and len(set(first.values())) == 3
+    assert engines[0].new_group([0, 1], "back") not in first.values()
+    for engine in engines:
+        engine.shutdown(1.0)
