@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,7 +19,7 @@ from mdas.errors import InvalidArgumentError
 from mdas.optimizer import checkpoint
 from mdas.optimizer.agreement import average_tensors, broadcast_tensors, require_agreement, require_equal
 from mdas.optimizer.buckets import Layout
-from mdas.optimizer.fused import FusedUpdate, why_not_fused
+from mdas.optimizer.fused import FusedUpdate, choose_update
 from mdas.optimizer.hooks import Collector, Round
 from mdas.optimizer.inspection import (
     check_device,
@@ -30,10 +29,11 @@ from mdas.optimizer.inspection import (
     needs_closure,
     trained_parameters,
 )
+from mdas.optimizer.joining import opened
 from mdas.optimizer.pipeline import Pipeline
 from mdas.optimizer.predict import PREDICTIONS
 from mdas.optimizer.tally import Tally
-from mdas.optimizer.update import Clip, GenericUpdate, Update, snapshot
+from mdas.optimizer.update import Clip, snapshot
 from mdas.optimizer.weights import BaseWeights
 
 if TYPE_CHECKING:
@@ -44,14 +44,6 @@ logger = logging.getLogger("mdas.optimizer")
 Predict = Literal["sketch", "sketch+blend", "blend", "history", "local", "none"]
 
 LOSS_TAG = 0xFFFF_0002
-
-_open: list[weakref.ref[DistributedOptimizer]] = []
-
-
-def open_optimizers() -> list[DistributedOptimizer]:
-    """Those of this process that are not closed, in the order of their construction."""
-    _open[:] = [ref for ref in _open if (optimizer := ref()) is not None and not optimizer._closed]
-    return [optimizer for ref in _open if (optimizer := ref()) is not None]
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -150,12 +142,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._communicator = communicator
         self._predict = predict
         self._layout = Layout(named, int(bucket_mb * 2**20))
-        # One rank by itself is to give exactly what torch gives.
-        if fused and max_value is not None:
-            raise InvalidArgumentError("fused=True: the fused update cannot clip by value (max_value)")
-        if communicator.size == 1 or max_value is not None:
-            fused = fused or False
-        self._update = _update(optimizer, self._layout, fused)
+        clip = Clip(max_norm, max_value)
+        self._update = choose_update(optimizer, self._layout, clip, communicator.size, fused)
         self._pipeline = Pipeline(
             self._layout,
             communicator,
@@ -163,7 +151,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             PREDICTIONS[predict] if delayed else None,
             warmup_steps=warmup_steps if delayed else math.inf,
             sketch_rank=sketch_rank,
-            clip=Clip(max_norm, max_value),
+            clip=clip,
             raise_nonfinite=nan_check == "raise",
         )
         self._collector = Collector(self._layout, self._pipeline.filled)
@@ -172,12 +160,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         trained = set(self._layout.parameters)
         self._frozen = [p for group in optimizer.param_groups for p in group["params"] if p not in trained]
         self._index = {p: i for i, p in enumerate(self._layout.parameters)}
-        self._closed = False
+        self.closed = False
+        """Has `close()` been called?"""
         self._needs_closure = needs_closure(optimizer)
         # What unpickling a torch optimizer does: sets up hooks and profiling without parameter groups of
         # its own, since `param_groups` and `state` are those of the wrapped optimizer.
         super().__setstate__({"defaults": optimizer.defaults})
-        _open.append(weakref.ref(self))
+        opened(self)
 
     # torch.amp.GradScaler then calls step() whatever it has found, and tells us; see there.
     _step_supports_amp_scaling = True
@@ -423,14 +412,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         weights in the module, and removes all hooks. Not collective. The wrapped optimizer can be used, or
         wrapped again, afterwards.
         """
-        if self._closed:
+        if self.closed:
             return
         if self._weights.lent:
             raise RuntimeError("close() within base_weights(): leave it first")
         self._pipeline.end()
         self._collector.close()
         self._weights.close()
-        self._closed = True
+        self.closed = True
 
     def __repr__(self) -> str:
         who = f"rank {self._communicator.rank} of {self._communicator.size}"
@@ -465,12 +454,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
 def _positive(name: str, value: float) -> None:
     if not (isinstance(value, (int, float)) and value > 0):
         raise InvalidArgumentError(f"{name}={value!r}: a number, more than 0")
-
-
-def _update(inner: torch.optim.Optimizer, layout: Layout, fused: bool | None) -> Update:
-    obstacle = why_not_fused(inner, layout)
-    if fused and obstacle is not None:
-        raise InvalidArgumentError(f"fused=True: {obstacle}")
-    if fused is not False and obstacle is None:
-        return FusedUpdate(inner, layout)
-    return GenericUpdate(inner, layout)

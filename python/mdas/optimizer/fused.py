@@ -15,7 +15,7 @@ from torch import Tensor
 from mdas import _core
 from mdas.errors import InvalidArgumentError
 from mdas.optimizer.buckets import Layout, Place, Vector
-from mdas.optimizer.update import Change
+from mdas.optimizer.update import Change, Clip, GenericUpdate, Update
 
 Group = dict[str, Any]
 State = dict[str, Any]
@@ -104,6 +104,21 @@ _FAMILIES: dict[type[torch.optim.Optimizer], Family] = {
     torch.optim.Adam: _Adam(),
     torch.optim.AdamW: _Adam(),
 }
+
+
+def choose_update(inner: torch.optim.Optimizer, layout: Layout, clip: Clip, ranks: int, fused: bool | None) -> Update:
+    """The fused update where it fits, if it is not ruled out.
+
+    Raises InvalidArgumentError if it is asked for and does not fit.
+    """
+    obstacle = why_not_fused(inner, layout)
+    if clip.value is not None:
+        obstacle = "it cannot clip by value (max_value)"
+    if fused and obstacle is not None:
+        raise InvalidArgumentError(f"fused=True: {obstacle}")
+    # One rank by itself is to give exactly what torch gives.
+    wanted = fused if fused is not None else ranks > 1
+    return FusedUpdate(inner, layout) if wanted and obstacle is None else GenericUpdate(inner, layout)
 
 
 def why_not_fused(inner: torch.optim.Optimizer, layout: Layout) -> str | None:

@@ -8,6 +8,7 @@ hyper-parameters that schedulers made meanwhile; so a rank that had data to the 
 from __future__ import annotations
 
 import io
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,20 @@ if TYPE_CHECKING:
     from mdas.optimizer.distributed import DistributedOptimizer
 
 TAG = 0xFFFF_0003
+
+_open: list[weakref.ref[DistributedOptimizer]] = []
+
+
+def opened(optimizer: DistributedOptimizer) -> None:
+    """It is one of those that `join` is about if none is given."""
+    _open.append(weakref.ref(optimizer))
+
+
+def open_optimizers() -> list[DistributedOptimizer]:
+    """Those of this process that are not closed, in the order of their construction."""
+    alive = [(ref, optimizer) for ref in _open if (optimizer := ref()) is not None and not optimizer.closed]
+    _open[:] = [ref for ref, _ in alive]
+    return [optimizer for _, optimizer in alive]
 
 
 @contextmanager
@@ -41,8 +56,6 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
     Raises:
         InvalidArgumentError: there is none.
     """
-    from mdas.optimizer.distributed import open_optimizers
-
     chosen = optimizers or tuple(open_optimizers())
     if not chosen:
         raise InvalidArgumentError("mdas.join(): there is no DistributedOptimizer yet; wrap the optimizer before")

@@ -84,7 +84,7 @@ def test_ranks_that_were_done_early_get_the_hyper_parameters_of_the_last():
 
 
 def test_without_an_optimizer_it_says_so(monkeypatch):
-    monkeypatch.setattr("mdas.optimizer.distributed._open", [])
+    monkeypatch.setattr("mdas.optimizer.joining._open", [])
     with pytest.raises(InvalidArgumentError, match="no DistributedOptimizer yet"), mdas.join():
         pass
 
