@@ -20,6 +20,7 @@ SMALL = {
         6.5,  # 8 without having learned anything
     ),
     "accumulation_amp": (["--steps=20"], r"20 steps of 4 backward passes: loss ([\d.]+)", 0.68),  # 0.693: a coin
+    "ddp": (["--steps=20"], r"20 steps: loss ([\d.]+)", 0.68),
     "elastic": (["--steps=20"], r"20 steps, loss ([\d.]+), weights", 0.68),
 }
 
