@@ -34,7 +34,7 @@ def train(steps: int) -> float:
         points, inside = batch(step, dist.get_rank())
         optimizer.zero_grad()
         loss = F.cross_entropy(model(points), inside)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(loss.detach())
     mean = torch.stack(losses[-10:]).mean()
