@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mdas import session
-from mdas.communicator.core import CoreCommunicator
+from mdas.communicator.core import SECOND, CoreCommunicator
 from mdas.communicator.process_group import TorchCommunicator
 from mdas.communicator.protocol import Communicator
 from mdas.errors import InvalidArgumentError
@@ -38,4 +38,5 @@ def _core(group: Group | None) -> Communicator:
     # Buckets leave during backward, at moments that differ from rank to rank: in a group of their own,
     # what the user exchanges at that time cannot get between them.
     own = chosen.engine.new_group(list(chosen.ranks))
-    return CoreCommunicator(chosen.engine, own, chosen.rank, chosen.size, chosen.timeout)
+    second = chosen.engine.new_group(list(chosen.ranks), SECOND)
+    return CoreCommunicator(chosen.engine, own, chosen.rank, chosen.size, chosen.timeout, second=second)

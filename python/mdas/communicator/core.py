@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -12,18 +12,38 @@ from mdas.communicator.protocol import Lane, Op, Work
 if TYPE_CHECKING:
     from mdas import _core
 
+EngineLane = Literal["bulk", "urgent"]
+SECOND = "second lane"
+"""Purpose of the groups that order it."""
+
 
 class CoreCommunicator:
     """A group of mdas's own engine.
 
     `engine` is a `_core.Engine`, `group` the id of one of its groups (0: its world), in which this
-    process has rank `rank` of `size`. `timeout`: seconds without progress after which an operation fails
-    (None: the engine's own).
+    process has rank `rank` of `size`; `second`, the id of another group of the same ranks, orders the second
+    urgent lane (None: one is made, of the world). `timeout`: seconds without progress after which an operation
+    fails (None: the engine's own).
     """
 
-    def __init__(self, engine: _core.Engine, group: int, rank: int, size: int, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        engine: _core.Engine,
+        group: int,
+        rank: int,
+        size: int,
+        timeout: float | None = None,
+        *,
+        second: int | None = None,
+    ) -> None:
         self._engine = engine
-        self._group = group
+        if second is None:
+            second = engine.new_group(list(range(engine.size)), SECOND)
+        self._lanes: dict[Lane, tuple[int, EngineLane]] = {
+            "bulk": (group, "bulk"),
+            "urgent": (group, "urgent"),
+            "second": (second, "urgent"),
+        }
         self._timeout = timeout
         self.rank = rank
         self.size = size
@@ -38,13 +58,16 @@ class CoreCommunicator:
     def allreduce(
         self, input: torch.Tensor, output: torch.Tensor, *, op: Op = "sum", lane: Lane = "bulk", tag: int = 0
     ) -> Work:
-        return self._engine.allreduce(self._group, _view(input), _view(output), op, lane, tag, self._timeout)
+        group, lane_of = self._lanes[lane]
+        return self._engine.allreduce(group, _view(input), _view(output), op, lane_of, tag, self._timeout)
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, lane: Lane = "bulk", tag: int = 0) -> Work:
-        return self._engine.broadcast(self._group, _view(tensor), root, lane, tag, self._timeout)
+        group, lane_of = self._lanes[lane]
+        return self._engine.broadcast(group, _view(tensor), root, lane_of, tag, self._timeout)
 
     def allgather(self, input: torch.Tensor, output: torch.Tensor, *, lane: Lane = "urgent", tag: int = 0) -> Work:
-        return self._engine.allgather(self._group, _view(input), _view(output), lane, tag, self._timeout)
+        group, lane_of = self._lanes[lane]
+        return self._engine.allgather(group, _view(input), _view(output), lane_of, tag, self._timeout)
 
 
 def _view(tensor: torch.Tensor) -> _core.View:

@@ -92,7 +92,7 @@ class TorchCommunicator:
                 f'torch.distributed.new_group(backend="{"gloo" if kind == "cpu" else "nccl"}")'
             )
         self._lanes: dict[Lane, _TorchLane] = {}
-        lanes: tuple[Lane, ...] = ("bulk", "urgent")
+        lanes: tuple[Lane, ...] = ("bulk", "urgent", "second")
         for lane in lanes:
             group = _group_like(process_group, config, timeout)
             self._lanes[lane] = _TorchLane(lane, group, backends[kind], timeout, blocking=kind == "cpu")

@@ -6,7 +6,11 @@ from typing import Literal, Protocol
 
 import torch
 
-Lane = Literal["bulk", "urgent"]
+Lane = Literal["bulk", "urgent", "second"]
+"""Operations of one lane run in the order of their calls, which is the same on all ranks; lanes do not wait for each
+other. "second" is as urgent as "urgent", for answers to what has come there: when they are called differs from rank
+to rank.
+"""
 Op = Literal["sum", "average", "min", "max", "product"]
 
 

@@ -125,7 +125,7 @@ def _pending(pipeline: Pipeline, saved: dict[str, Any]) -> Round:
     round = pipeline.other_round()
     _fill(layout, round.average, saved["average"])
     round.used = [saved["used"][p.name] for p in layout.places]
-    round.tally = Tally(**saved["tally"])
+    round.tally, round.whole = Tally(**saved["tally"]), True
     round.hyper = saved["hyper"]
     round.unit = pipeline.unit
     if "clip" in saved:

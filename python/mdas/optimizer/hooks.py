@@ -50,19 +50,28 @@ class Round:
     shared: Vector | None = None
     """c, where the confidence is adaptive."""
 
+    whole: bool = False
+    """Has `settle` been called?"""
+
     def settle(self, exchange: TallyExchange) -> None:
         """Waits until average and tally have arrived. May be called again."""
         for work in self.works:
             work.wait()
+        tally = self.statistics(exchange)
+        if not self.whole and tally is not None and 0 < tally.active < exchange.size:
+            # The average of those that had data.
+            share = exchange.size / tally.active
+            torch._foreach_mul_(self.average.flats, share)
+            tally.square *= share
+            tally.spread *= share
+        self.whole = True
+
+    def statistics(self, exchange: TallyExchange) -> Tally | None:
+        """Waits until the tally has arrived; None if none was launched. May be called again."""
         if self.tally is None and self.tally_work is not None:
             self.tally_work.wait()
             self.tally, self.used = exchange.read()
-            if 0 < self.tally.active < exchange.size:
-                # The average of those that had data.
-                share = exchange.size / self.tally.active
-                torch._foreach_mul_(self.average.flats, share)
-                self.tally.square *= share
-                self.tally.spread *= share
+        return self.tally
 
 
 class Collector:

@@ -100,6 +100,8 @@ class Pipeline:
         self.all_idle = False
         """Had no rank data when the newest average was made?"""
         self._lost = False
+        self._void = False
+        """Is this step's sketch of no use?"""
         self._torn = False
         """Was an update interrupted while it changed the weights?"""
         self._contribution = Tally()
@@ -134,9 +136,28 @@ class Pipeline:
         sketching = self.sketcher is not None and not self._together
         if self.sketcher is not None and sketching:
             self.sketcher.launch(round.gradient, round.used, active=not self.idle)
+            self._proceed(self.sketcher, round)
         # The last one has a whole step to arrive, and everybody waits for the sketch: that goes first.
         if not (sketching and bucket == len(self.layout.members) - 1):
             self._exchange(round, bucket)
+
+    def _proceed(self, sketcher: Sketcher, round: Round) -> None:
+        """Goes on with the sketch during backward, as far as what it needs has arrived. Nothing is waited for: another
+        rank may come to this bucket only after backward, in which it may wait for us (within tensor parallelism, say).
+        """
+        if self.unit != 1.0:
+            return  # the scale of this step's gradient is not known yet
+        pending = self.pending
+        if pending is None:
+            sketcher.proceed(round.gradient, self.history, lambda bucket: True)
+            return
+        if pending.tally is None and pending.tally_work is not None and not pending.tally_work.done():
+            return
+        tally = pending.statistics(self.exchange)
+        if tally is None or (not pending.whole and 0 < tally.active < self.size):
+            return  # the average is still to be divided among those that had data
+        works = pending.works
+        sketcher.proceed(round.gradient, pending.average, lambda bucket: not works or works[bucket].done())
 
     def _exchange(self, round: Round, bucket: int) -> None:
         own, average = round.gradient.flats[bucket], round.average.flats[bucket]
@@ -145,6 +166,8 @@ class Pipeline:
     def step(self, round: Round, hyper: Hyper, unit: float = 1.0) -> None:
         """Takes a round all of whose buckets are full, of a loss that was multiplied by `unit`."""
         round.number, round.unit, self.overflowed = self.measured.steps, unit, False
+        # During backward the sketch may have gone on with a gradient and a history of different units.
+        self._void = unit != self.unit and self.unit == 1.0
         if unit != self.unit:
             self._change_unit(unit)
         if not self.idle:
@@ -285,7 +308,9 @@ class Pipeline:
         if self.sketcher is not None:
             assert self.sketched is not None
             shared = self.sketched
-            used = self.sketcher.finish(round.gradient, self.history, shared, self._wait)
+            # The same on all ranks, whether or not they have gone on with the sketch of what is now no history.
+            void = self._void or (self.pending is not None and real is None)
+            used = self.sketcher.finish(round.gradient, self.history, shared, self._wait, void=void)
             for bucket in range(len(round.works), len(self.layout.members)):
                 self._exchange(round, bucket)
         self._launch_tally(round, shared)

@@ -7,8 +7,10 @@ only. Vectors, and matrices that would not shrink, are sent whole.
 
 Since everything is linear in g_i, ranks exchange averages of g_i R and g_iᵀ P and subtract h R and hᵀ P
 afterwards: the first exchange needs no h, and starts while that is still arriving. Two urgent messages per
-step and bucket: the first leaves as soon as backward has filled the bucket, so that at the end of it only the
-last one's is waited for. All that is computed from them has the same bits on all ranks.
+step and bucket: the first leaves as soon as backward has filled the bucket; the second, as soon as the first has
+arrived and h is known, often still during backward, at a moment that differs from rank to rank (so that it has a
+lane of its own). At the end of backward only the last bucket's are waited for. All that is computed from them has
+the same bits on all ranks, whenever that was.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mdas.communicator import Communicator, Work
+from mdas.communicator.protocol import Lane
 from mdas.optimizer import kernels
 from mdas.optimizer.buckets import Layout, Place, Vector, real
 
@@ -119,7 +122,7 @@ class _Part:
         _copy(self._own_whole, [real(gradient.views[p.index]).view(-1) for p in self._whole])
         flags = [active, *(used[p.index] for p in self._places)]
         self._own_flags.copy_(torch.tensor(flags, dtype=torch.float32))
-        return self._allreduce(self._own_first, self._first, self._tag)
+        return self._allreduce(self._own_first, self._first, "urgent")
 
     def expect(self, history: Vector) -> None:
         """The share of h in the first exchange, h R, to be taken off what arrives."""
@@ -137,7 +140,7 @@ class _Part:
             kernels.orthonormalize([m.p for m in self.matrices], self._seeds)
         for m in self.matrices:
             m.transposed_times_p(gradient, m.own_q)
-        return self._allreduce(self._own_second, self._second, self._tag + 1)
+        return self._allreduce(self._own_second, self._second, "second")
 
     def expect_second(self, history: Vector) -> None:
         """The share of h in the second exchange."""
@@ -163,8 +166,8 @@ class _Part:
         self._bases.copy_(self._second)
         kernels.orthonormalize([m.basis for m in self.matrices], self._seeds)
 
-    def _allreduce(self, own: Tensor, average: Tensor, tag: int) -> Work:
-        return self._communicator.allreduce(own, average, op="average", lane="urgent", tag=tag)
+    def _allreduce(self, own: Tensor, average: Tensor, lane: Lane) -> Work:
+        return self._communicator.allreduce(own, average, op="average", lane=lane, tag=self._tag)
 
 
 class Sketcher:
@@ -172,31 +175,48 @@ class Sketcher:
 
     def __init__(self, layout: Layout, communicator: Communicator, rank: int) -> None:
         self._parts = [
-            _Part(members, communicator, rank, TAG + 2 * bucket) for bucket, members in enumerate(layout.members)
+            _Part(members, communicator, rank, TAG + bucket) for bucket, members in enumerate(layout.members)
         ]
         self._parameters = len(layout.places)
         self._places = layout.members
         self.matrices = [m for part in self._parts for m in part.matrices]
         self._works: list[Work] = []
+        self._second: list[Work] = []
 
     def launch(self, gradient: Vector, used: Sequence[bool], *, active: bool = True) -> None:
         """Starts the first exchange of the next bucket, in bucket order; it is full. `active`: this rank has data."""
         self._works.append(self._parts[len(self._works)].launch_first(gradient, used, active))
 
-    def finish(self, gradient: Vector, history: Vector, into: Vector, wait: Callable[[Work], None]) -> list[bool]:
+    def proceed(self, gradient: Vector, history: Vector, arrived: Callable[[int], bool]) -> None:
+        """Starts the second exchange of the next buckets whose first is over, and whose h has arrived. Never waits."""
+        while (k := len(self._second)) < len(self._works) and self._works[k].done() and arrived(k):
+            self._works[k].wait()  # raises what it failed with
+            self._parts[k].expect(history)
+            self._second.append(self._parts[k].launch_second(gradient))
+
+    def finish(
+        self,
+        gradient: Vector,
+        history: Vector,
+        into: Vector,
+        wait: Callable[[Work], None],
+        *,
+        void: bool = False,
+    ) -> list[bool]:
         """Writes c = h + Q; returns which parameters have a gradient on any rank in this step.
 
-        Where the sketch is not finite, c = h and the bases stay.
+        Where the sketch is not finite, c = h and the bases stay; also if it is `void`: what `proceed` took
+        for h has turned out not to be h.
         """
         works, self._works = self._works, []
-        second = []
-        for part, work in zip(self._parts, works, strict=True):
+        second, self._second = self._second, []
+        for part, work in list(zip(self._parts, works, strict=True))[len(second) :]:
             part.expect(history)
             wait(work)
             second.append(part.launch_second(gradient))
         for part in self._parts:
             part.expect_second(history)
-        finite = True
+        finite = not void
         for part, work in zip(self._parts, second, strict=True):
             wait(work)
             finite &= part.end()

@@ -67,7 +67,7 @@ class FakeCommunicator:
         self._network = network
         self.rank = rank
         self.size = network.size
-        self._next = {"bulk": 0, "urgent": 0}
+        self._next = {"bulk": 0, "urgent": 0, "second": 0}
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype)

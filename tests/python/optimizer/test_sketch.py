@@ -1,12 +1,16 @@
 """The sketch by itself: what it holds, what it sends, and what it does with values that are not finite."""
 
+import math
+import time
+
 import pytest
 import torch
-from ranks import FakeNetwork, on_ranks
+from ranks import FakeNetwork, on_core_ranks, on_ranks
 from torch import nn
 
 from mdas.optimizer.buckets import Layout
 from mdas.optimizer.sketch import Sketcher
+from training import flat, loss, mlp, wrapped
 
 
 def layout():
@@ -70,8 +74,8 @@ def test_low_rank_differences_are_held_exactly():
         for name in ("wide", "conv"):
             mean = sum(views(g)[name] for g in gradients) / 2
             torch.testing.assert_close(views(c)[name], mean, rtol=1e-4, atol=1e-4)
-    for flat, other in zip(out[0][0].flats, out[1][0].flats, strict=True):
-        assert torch.equal(flat, other)
+    for ours, other in zip(out[0][0].flats, out[1][0].flats, strict=True):
+        assert torch.equal(ours, other)
 
 
 def test_power_iteration_finds_the_best_approximation():
@@ -93,8 +97,8 @@ def test_not_finite_means_no_sketch_and_the_same_basis(bad):
     fresh = sketch(gradients, history, 2, rounds=0)[0][1]
     views(gradients[1])["wide"].fill_(bad)
     for c, sketcher in sketch(gradients, history, 2):
-        for flat, h in zip(c.flats, history.flats, strict=True):
-            assert torch.equal(flat, h)
+        for ours, h in zip(c.flats, history.flats, strict=True):
+            assert torch.equal(ours, h)
         for m, other in zip(sketcher.matrices, fresh.matrices, strict=True):
             assert torch.equal(m.basis, other.basis)
             torch.testing.assert_close(m.basis.T @ m.basis, torch.eye(2))
@@ -116,4 +120,74 @@ def test_two_messages_per_bucket_of_the_expected_size():
     # Buckets: bias, small, wide; conv. First P, what is whole, a flag per rank and parameter; then R'.
     first, second = [2 * 20 + 9 + 20 + 4, 2 * 6 + 2], [2 * 30, 2 * 36]
     assert [line.split()[-2] for line in network.log[0]] == [str(count) for count in first + second]
-    assert all(line.startswith("urgent") for line in network.log[0])
+    assert [line.split()[0] for line in network.log[0]] == ["urgent", "urgent", "second", "second"]
+
+
+def test_going_on_early_changes_nothing():
+    """Rank 0 goes on with every bucket as soon as it may, rank 1 with the first one, rank 2 never."""
+    gradients = [random_vector(layout(), seed) for seed in range(3)]
+    history = random_vector(layout(), 9)
+
+    def body(communicator, early):
+        own = layout()
+        sketcher, into = Sketcher(own, communicator, 2), own.vector()
+        gradient, left = gradients[communicator.rank], 2 - communicator.rank if early else 0
+        for _ in range(3):
+            for _ in own.members:
+                sketcher.launch(gradient, [True] * 4)
+            while len(sketcher._second) < left:
+                sketcher.proceed(gradient, history, lambda bucket: bucket < left)
+            assert sketcher.finish(gradient, history, into, lambda work: work.wait()) == [True] * 4
+        return torch.cat(into.flats)
+
+    late = on_core_ranks(3, lambda communicator: body(communicator, False))
+    early = on_core_ranks(3, lambda communicator: body(communicator, True))
+    assert all(torch.equal(a, late[0]) for a in [*early, *late])
+
+
+def test_a_void_sketch_is_the_history():
+    gradients = [random_vector(layout(), seed) for seed in range(2)]
+    history = random_vector(layout(), 9)
+
+    def body(communicator):
+        own = layout()
+        sketcher, into = Sketcher(own, communicator, 2), own.vector()
+        bases = [m.basis.clone() for m in sketcher.matrices]
+        for _ in own.members:
+            sketcher.launch(gradients[communicator.rank], [True] * 4)
+        sketcher.finish(gradients[communicator.rank], history, into, lambda work: work.wait(), void=True)
+        assert all(torch.equal(a, b) for a, b in zip(into.flats, history.flats, strict=True))
+        assert all(torch.equal(a, m.basis) for a, m in zip(bases, sketcher.matrices, strict=True))
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("slow", [None, 0, 1])
+def test_ranks_agree_whatever_their_pace_also_beside_a_nan(slow):
+    """An average that is not finite was no history for those that have gone on with it, nor for the others."""
+
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, predict="sketch", sketch_rank=2, warmup_steps=1)
+        seen = []
+        for step in range(8):
+            optimizer.zero_grad()
+            value = loss(model, step, communicator.rank)
+            if communicator.rank == slow:
+                time.sleep(0.05)
+            spoiled = []
+            if (step, communicator.rank) == (4, 1):
+                spoiled.append(model[0].weight.register_hook(lambda g: g * math.nan))
+            value.backward()
+            optimizer.step()
+            for handle in spoiled:
+                handle.remove()
+            seen.append(flat(model))
+        return seen, optimizer.skipped_steps
+
+    out = on_core_ranks(3, body)
+    for seen, skipped in out:
+        assert skipped == 1
+        for mine, first in zip(seen, out[0][0], strict=True):
+            assert torch.isfinite(mine).all()
+            assert torch.equal(mine, first)
