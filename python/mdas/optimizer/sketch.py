@@ -193,6 +193,7 @@ class Sketcher:
             self._works[k].wait()  # raises what it failed with
             self._parts[k].expect(history)
             self._second.append(self._parts[k].launch_second(gradient))
+            self._parts[k].expect_second(history)
 
     def finish(
         self,
@@ -210,11 +211,12 @@ class Sketcher:
         """
         works, self._works = self._works, []
         second, self._second = self._second, []
-        for part, work in list(zip(self._parts, works, strict=True))[len(second) :]:
+        left = self._parts[len(second) :]
+        for part, work in zip(left, works[len(second) :], strict=True):
             part.expect(history)
             wait(work)
             second.append(part.launch_second(gradient))
-        for part in self._parts:
+        for part in left:
             part.expect_second(history)
         finite = not void
         for part, work in zip(self._parts, second, strict=True):
