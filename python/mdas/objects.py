@@ -10,7 +10,7 @@ import json
 import zlib
 from typing import Any, TypeVar, overload
 
-from mdas.group import Group, allreduce, broadcast
+from mdas.group import Group, _chosen, allreduce, broadcast
 
 Plain = TypeVar("Plain")
 Number = int | float
@@ -28,7 +28,7 @@ def broadcast_object(obj: Plain | None = None, root: int = 0, *, group: Group | 
         TypeError: on all ranks, if the root's object holds anything else.
         MismatchError, PeerLostError, CollectiveTimeoutError: as `broadcast`.
     """
-    chosen = group or _world()
+    chosen = _chosen(group)
     content, problem = b"", b""
     if chosen.rank == root:
         fault = _not_plain(obj, "the object")
@@ -80,12 +80,6 @@ def any(flag: bool, *, group: Group | None = None) -> bool:
     value = array.array("B", [flag])
     allreduce(value, op="max", lane="urgent", group=group)
     return bool(value[0])
-
-
-def _world() -> Group:
-    from mdas.session import current
-
-    return Group.world(current().engine)
 
 
 def _not_plain(obj: Any, where: str) -> str | None:

@@ -87,7 +87,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ranks, so that your collectives may come at any moment.
         communicator: what to exchange through. "core", as None: mdas's own engine, after `mdas.init()`.
             "torch": the default process group of `torch.distributed`, without `mdas.init()`; construction then makes
-            two process groups of the same ranks, for the same reason, and `group` stays None. Or a communicator:
+            three process groups of the same ranks, for the same reason, and `group` stays None. Or a communicator:
             `mdas.communicator.TorchCommunicator(process_group)` for other groups, timeouts, or several optimizers
             after each other; or one of your own (see `mdas.communicator.Communicator`).
 
