@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def numa_node(sysfs: Path = _SYSFS) -> int | None:
 
 
 def gpu_path(sysfs: Path = _SYSFS) -> str | None:
-    """Where the PCI bus has this process's CUDA device, below /sys/devices; None if it uses none so far."""
+    """Where this process's CUDA device is, from its host bridge on; None if it uses none so far."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None
@@ -95,6 +96,7 @@ def gpu_path(sysfs: Path = _SYSFS) -> str | None:
     except AttributeError:  # an older torch
         return None
     link = sysfs / f"bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0"
-    root = (sysfs / "devices").resolve()
-    place = link.resolve()
-    return str(place.relative_to(root)) if place.is_relative_to(root) else None
+    if not link.exists():  # a container may show other devices
+        return None
+    below = itertools.dropwhile(lambda part: not part.startswith("pci"), link.resolve().parts)
+    return "/".join(below) or None

@@ -1,4 +1,5 @@
 //! RDMA over libibverbs: what a host has, and which of it a rank uses.
 
 pub mod choose;
+pub mod sysfs;
 pub mod table;

@@ -17,7 +17,7 @@ pub struct Device {
     pub firmware: String,
     /// NUMA node that it is attached to; `None` where sysfs does not know (it says -1, or the device is virtual).
     pub numa_node: Option<u32>,
-    /// Its place in sysfs below `/sys/devices`, from the host bridge to the device: `pci0000:3a/0000:3a:00.0/0000:3b:00.0`.
+    /// Its place in sysfs, from the host bridge to the device: `pci0000:3a/0000:3a:00.0/0000:3b:00.0`.
     /// `None` for one that is not on a PCI bus, such as Soft-RoCE.
     pub pci_path: Option<String>,
     /// In the order of their numbers.
