@@ -57,18 +57,18 @@ struct Tree {
 impl Tree {
     fn new(shape: &Shape, second: bool) -> Tree {
         let Shape { rank, size, count, .. } = *shape;
-        // Its own inverse for even sizes; for odd ones the move goes one way, and back.
-        let (to_place, to_rank): (fn(usize, usize) -> usize, fn(usize, usize) -> usize) = match (second, size % 2) {
-            (false, _) => (|rank, _| rank, |place, _| place),
-            (true, 0) => (|rank, size| size - 1 - rank, |place, size| size - 1 - place),
-            (true, _) => (|rank, size| (rank + size - 1) % size, |place, size| (place + 1) % size),
+        // The ranks in reverse order, or moved by one: there and back.
+        let turn = |from: usize, by: usize| match (second, size % 2) {
+            (false, _) => from,
+            (true, 0) => size - 1 - from,
+            (true, _) => (from + by) % size,
         };
-        let place = to_place(rank, size);
-        let children =
-            children(place, size).map(|child| (to_rank(child, size), children(child, size).next().is_none()));
+        let place = turn(rank, size - 1);
+        let rank_at = |place| turn(place, 1);
+        let children = children(place, size).map(|child| (rank_at(child), children(child, size).next().is_none()));
         Tree {
             half: Span::new(Space::Input, 0, count).block(2, usize::from(second)),
-            parent: parent(place, size).map(|parent| to_rank(parent, size)),
+            parent: parent(place, size).map(rank_at),
             children: children.collect(),
         }
     }
