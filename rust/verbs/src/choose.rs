@@ -1,0 +1,245 @@
+//! Which device, port and GID a rank uses: a pure function of what the host has and what was asked for.
+//!
+//! Ports that cannot carry a connection drop out, each with its reason. Of the others, in this order: those whose peers
+//! need not be on the same Ethernet; InfiniBand before Ethernet, so that ranks near different devices of a mixed host
+//! still understand each other; not those that are at most half as fast as the fastest; the nearest. What is left is
+//! equal, and shared out by local rank.
+
+mod gid;
+#[cfg(test)]
+mod tests;
+
+use std::cmp::Reverse;
+use std::net::IpAddr;
+
+use crate::table::{Device, Gid, GidKind, LinkLayer, Port, PortState, Protocol};
+
+/// What a rank knows about itself and was told.
+#[derive(Debug, Clone, Default)]
+pub struct Request {
+    /// `MDAS_IB_DEVICE`: names separated by commas; a name stands for all that begin with it, `=name` for that one
+    /// only; a leading `^` turns the list into exclusions. `None` or "": all devices.
+    pub devices: Option<String>,
+    /// `MDAS_IB_PORT`: this port only.
+    pub port: Option<u8>,
+    /// `MDAS_IB_GID_INDEX`: this entry of the GID table.
+    pub gid_index: Option<u32>,
+    /// This host's address on the route to the peers.
+    pub route: Option<IpAddr>,
+    /// This rank's place among the job's ranks on this host.
+    pub local_rank: usize,
+    /// The NUMA node that the process is bound to; `None` if it may run on several.
+    pub numa_node: Option<u32>,
+    /// Where the process's GPU is, as [`Device::pci_path`].
+    pub gpu_path: Option<String>,
+}
+
+/// What a rank uses.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Choice {
+    /// Name of the device.
+    pub device: String,
+    /// Number of its port.
+    pub port: u8,
+    /// Index of the GID in the port's table.
+    pub gid_index: u32,
+    /// The GID itself.
+    pub gid: [u8; 16],
+    /// Its type.
+    pub gid_kind: GidKind,
+    /// Of the port.
+    pub link_layer: LinkLayer,
+    /// Of the port; 0 on Ethernet.
+    pub lid: u16,
+    /// Does every packet from here need a global route header? See [`global_route`].
+    pub grh_required: bool,
+    /// Path MTU of the port, in bytes.
+    pub mtu: u32,
+    /// Why this one, in words.
+    pub why: String,
+    /// What may not work as hoped.
+    pub warnings: Vec<String>,
+}
+
+/// A port that could be used, and with which GID.
+struct Candidate<'a> {
+    device: &'a Device,
+    port: &'a Port,
+    gid: &'a Gid,
+}
+
+/// Chooses, or says what is wrong with every port.
+pub fn choose(devices: &[Device], request: &Request) -> Result<Choice, String> {
+    if devices.is_empty() {
+        return Err("this host has no RDMA device".into());
+    }
+    let mut refused = Vec::new();
+    let mut candidates = Vec::new();
+    for device in named(devices, request.devices.as_deref().unwrap_or(""))? {
+        for port in &device.ports {
+            if request.port.is_none_or(|number| number == port.number) {
+                match usable_gid(device, port, request) {
+                    Ok(gid) => candidates.push(Candidate { device, port, gid }),
+                    Err(reason) => refused.push(format!("{} port {}: {reason}", device.name, port.number)),
+                }
+            }
+        }
+    }
+    if candidates.is_empty() && refused.is_empty() {
+        let number = request.port.unwrap_or(1);
+        return Err(format!("MDAS_IB_PORT={number}: no device has a port {number}; this host has {}", list(devices)));
+    }
+    let usable = candidates.len();
+    keep_least(&mut candidates, |one| gid::link_local(one.gid));
+    keep_least(&mut candidates, |one| one.port.link_layer == LinkLayer::Ethernet);
+    let fastest = candidates.iter().map(|one| one.port.mbit_per_s).max().unwrap_or(0);
+    keep_least(&mut candidates, |one| one.port.mbit_per_s != 0 && one.port.mbit_per_s <= fastest / 2);
+    keep_least(&mut candidates, |one| distance(one.device, request));
+    candidates.sort_by_key(|one| (natural(&one.device.name), one.port.number));
+    let equal = candidates.len();
+    match candidates.get(request.local_rank.checked_rem(equal).unwrap_or(0)) {
+        Some(chosen) => Ok(choice(chosen, why(chosen, usable, equal, request))),
+        None => Err(refused.join("; ")),
+    }
+}
+
+/// Path MTU between two ports: the smaller of both.
+pub fn path_mtu(ours: u32, theirs: u32) -> u32 {
+    ours.min(theirs)
+}
+
+/// Do packets from `ours` to `theirs` need a global route header? On Ethernet always, on InfiniBand where a port
+/// insists, or where the peer is in another subnet (the first eight bytes of a GID), which LIDs do not reach.
+pub fn global_route(ours: &Choice, theirs: &Choice) -> bool {
+    ours.grh_required || theirs.grh_required || ours.gid[..8] != theirs.gid[..8]
+}
+
+/// The devices that `MDAS_IB_DEVICE` allows.
+fn named<'a>(devices: &'a [Device], list_of_names: &str) -> Result<Vec<&'a Device>, String> {
+    let (wanted, names) = match list_of_names.trim().strip_prefix('^') {
+        Some(names) => (false, names),
+        None => (true, list_of_names),
+    };
+    let names: Vec<&str> = names.split(',').map(str::trim).filter(|name| !name.is_empty()).collect();
+    let matches = |device: &Device, name: &str| match name.strip_prefix('=') {
+        Some(whole) => device.name == whole,
+        None => device.name.starts_with(name),
+    };
+    let wanted = wanted && !names.is_empty();
+    let allowed = |device: &&Device| names.iter().any(|name| matches(device, name)) == wanted;
+    let allowed: Vec<&Device> = devices.iter().filter(allowed).collect();
+    if allowed.is_empty() {
+        let what = if wanted { "no device has such a name" } else { "that excludes every device" };
+        return Err(format!("MDAS_IB_DEVICE={list_of_names}: {what}; this host has {}", list(devices)));
+    }
+    Ok(allowed)
+}
+
+/// The GID with which a port can be used, or why it cannot be used.
+fn usable_gid<'a>(device: &Device, port: &'a Port, request: &Request) -> Result<&'a Gid, String> {
+    match device.protocol {
+        Protocol::InfiniBand => {}
+        Protocol::Iwarp => return Err("it speaks iWARP, and mdas needs InfiniBand or RoCE".into()),
+        Protocol::Other => return Err("it has no reliable connections of InfiniBand's kind".into()),
+    }
+    match port.state {
+        PortState::Active => {}
+        PortState::Down => return Err("it is down: no cable, or its network interface is down".into()),
+        PortState::Init => return Err("no subnet manager has configured it: is one running?".into()),
+        state => return Err(format!("its state is {state}, not active")),
+    }
+    if port.link_layer == LinkLayer::InfiniBand && port.lid == 0 && !port.grh_required {
+        return Err("it has no LID: is a subnet manager running?".into());
+    }
+    if let Some(index) = request.gid_index {
+        return port.gids.iter().find(|gid| gid.index == index).ok_or_else(|| {
+            format!("MDAS_IB_GID_INDEX={index}: its GID table has no such entry, but {}", gid::list(&port.gids))
+        });
+    }
+    match port.link_layer {
+        LinkLayer::InfiniBand => port.gids.first().ok_or_else(|| "its GID table is empty".into()),
+        LinkLayer::Ethernet => gid::best(&port.gids, request.route),
+    }
+}
+
+/// Keeps those for which `key` is least.
+fn keep_least<K: Ord>(candidates: &mut Vec<Candidate<'_>>, key: impl Fn(&Candidate<'_>) -> K) {
+    if let Some(least) = candidates.iter().map(&key).min() {
+        candidates.retain(|one| key(one) == least);
+    }
+}
+
+/// Less is nearer: by what GPU and device share of the PCI tree, then by NUMA node.
+fn distance(device: &Device, request: &Request) -> (Reverse<usize>, u8) {
+    let numa = match (device.numa_node, request.numa_node) {
+        (Some(device), Some(process)) => u8::from(device != process) * 2,
+        _ => 1,
+    };
+    (Reverse(shared_path(device, request)), numa)
+}
+
+/// How many bridges a GPU and a device have in common, their host bridge included.
+fn shared_path(device: &Device, request: &Request) -> usize {
+    let (Some(device), Some(gpu)) = (&device.pci_path, &request.gpu_path) else { return 0 };
+    device.split('/').zip(gpu.split('/')).take_while(|(ours, theirs)| ours == theirs).count()
+}
+
+/// `mlx5_2` before `mlx5_10`.
+fn natural(name: &str) -> (&str, u64) {
+    let stem = name.trim_end_matches(|c: char| c.is_ascii_digit());
+    (stem, name[stem.len()..].parse().unwrap_or(0))
+}
+
+fn choice(chosen: &Candidate<'_>, why: String) -> Choice {
+    let Candidate { device, port, gid } = chosen;
+    Choice {
+        device: device.name.clone(),
+        port: port.number,
+        gid_index: gid.index,
+        gid: gid.bytes,
+        gid_kind: gid.kind,
+        link_layer: port.link_layer,
+        lid: port.lid,
+        grh_required: port.grh_required || port.link_layer == LinkLayer::Ethernet,
+        mtu: port.active_mtu,
+        why,
+        warnings: gid::warning(gid).into_iter().collect(),
+    }
+}
+
+fn why(chosen: &Candidate<'_>, usable: usize, equal: usize, request: &Request) -> String {
+    let mut reasons = vec![match usable {
+        1 => "the only usable port".to_string(),
+        _ if equal == 1 => format!("the best of {usable} usable ports"),
+        _ => format!("one of {equal} equally good ports, for local rank {}", request.local_rank),
+    }];
+    if shared_path(chosen.device, request) > 0 {
+        reasons.push("on the GPU's side of the PCI tree".into());
+    }
+    match (chosen.device.numa_node, request.numa_node) {
+        (Some(device), Some(process)) if device == process => {
+            reasons.push(format!("on this process's NUMA node {device}"))
+        }
+        (Some(device), Some(process)) => {
+            reasons.push(format!("on NUMA node {device}, while this process runs on {process}"));
+        }
+        _ => {}
+    }
+    reasons.push(match (request.gid_index, chosen.port.link_layer) {
+        (Some(_), _) => "GID as MDAS_IB_GID_INDEX says".into(),
+        (None, LinkLayer::InfiniBand) => format!("addressed by LID {}", chosen.port.lid),
+        (None, LinkLayer::Ethernet) => gid::description(chosen.gid, request.route).into(),
+    });
+    reasons.join(", ")
+}
+
+/// The devices with the numbers of their ports, for an error.
+fn list(devices: &[Device]) -> String {
+    let mut sorted: Vec<&Device> = devices.iter().collect();
+    sorted.sort_by_key(|device| natural(&device.name));
+    let ports = |device: &Device| match device.ports.len() {
+        1 => String::new(),
+        count => format!(" ({count} ports)"),
+    };
+    sorted.iter().map(|device| format!("{}{}", device.name, ports(device))).collect::<Vec<_>>().join(", ")
+}
