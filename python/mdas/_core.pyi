@@ -21,9 +21,15 @@ __all__ = [
     "PeerLostError",
     "Sgd",
     "Update",
+    "VerbsChoice",
+    "VerbsDevice",
+    "VerbsGid",
+    "VerbsOptions",
+    "VerbsPort",
     "View",
     "Work",
     "__version__",
+    "choose_verbs",
     "copy_sqnorm",
     "cpu_level",
     "dot",
@@ -32,6 +38,7 @@ __all__ = [
     "host_identity",
     "interfaces",
     "local_address_towards",
+    "log",
     "loopback",
     "meet",
     "orthonormalize",
@@ -40,6 +47,7 @@ __all__ = [
     "start_logging",
     "times",
     "transposed_times",
+    "verbs_devices",
 ]
 
 __version__: Final[str]
@@ -187,6 +195,7 @@ class Listener:
         settings: EngineSettings,
         configuration: str,
         deadline: float,
+        verbs: VerbsOptions | None = None,
     ) -> Engine: ...
 
 def meet(rank: int, size: int, job: str, secret: bytes, address: str, blob: bytes, deadline: float) -> list[bytes]: ...
@@ -194,6 +203,123 @@ def interfaces() -> list[tuple[str, str, bool]]: ...
 def local_address_towards(address: str) -> str: ...
 def host_identity() -> str: ...
 def start_logging(rank: int, filter: str) -> None: ...
+def log(level: str, message: str) -> None: ...
+
+# RDMA. Words are those of rust/verbs/src/table.rs: "active", "Ethernet", "RoCE v2", ...
+
+@final
+class VerbsGid:
+    def __new__(cls, index: int, address: str, kind: str, interface: str | None) -> VerbsGid: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def interface(self) -> str | None: ...
+
+@final
+class VerbsPort:
+    def __new__(
+        cls,
+        number: int,
+        state: str,
+        link_layer: str,
+        lid: int,
+        sm_lid: int,
+        grh_required: bool,
+        active_mtu: int,
+        max_msg_size: int,
+        mbit_per_s: int,
+        gids: Sequence[VerbsGid],
+    ) -> VerbsPort: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def link_layer(self) -> str: ...
+    @property
+    def lid(self) -> int: ...
+    @property
+    def sm_lid(self) -> int: ...
+    @property
+    def grh_required(self) -> bool: ...
+    @property
+    def active_mtu(self) -> int: ...
+    @property
+    def max_msg_size(self) -> int: ...
+    @property
+    def mbit_per_s(self) -> int: ...
+    @property
+    def gids(self) -> list[VerbsGid]: ...
+
+@final
+class VerbsDevice:
+    def __new__(
+        cls,
+        name: str,
+        protocol: str,
+        guid: int,
+        firmware: str,
+        numa_node: int | None,
+        pci_path: str | None,
+        ports: Sequence[VerbsPort],
+    ) -> VerbsDevice: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def protocol(self) -> str: ...
+    @property
+    def guid(self) -> int: ...
+    @property
+    def firmware(self) -> str: ...
+    @property
+    def numa_node(self) -> int | None: ...
+    @property
+    def pci_path(self) -> str | None: ...
+    @property
+    def ports(self) -> list[VerbsPort]: ...
+
+@final
+class VerbsChoice:
+    @property
+    def device(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def gid_index(self) -> int: ...
+    @property
+    def gid(self) -> str: ...
+    @property
+    def gid_kind(self) -> str: ...
+    @property
+    def lid(self) -> int: ...
+    @property
+    def mtu(self) -> int: ...
+    @property
+    def why(self) -> str: ...
+    @property
+    def warnings(self) -> list[str]: ...
+
+@final
+class VerbsOptions:
+    def __new__(
+        cls, choice: VerbsChoice, timeout: int, retry_count: int, traffic_class: int, service_level: int
+    ) -> VerbsOptions: ...
+
+def verbs_devices() -> list[VerbsDevice]: ...
+def choose_verbs(
+    devices: Sequence[VerbsDevice],
+    wanted: str | None = None,
+    port: int | None = None,
+    gid_index: int | None = None,
+    route: str | None = None,
+    local_rank: int = 0,
+    numa_node: int | None = None,
+    gpu_path: str | None = None,
+) -> VerbsChoice: ...
 
 # Kernels, on addresses of float32 elements.
 

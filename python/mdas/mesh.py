@@ -6,7 +6,7 @@ import json
 import time
 from typing import Protocol
 
-from mdas import _core, rendezvous
+from mdas import _core, rendezvous, selection, verbs
 from mdas.settings import Settings
 
 
@@ -29,7 +29,14 @@ def alone(settings: Settings) -> _core.Engine:
 
 
 def connect(
-    meeting: Meeting, rank: int, size: int, address: str, secret: bytes, settings: Settings, deadline: float
+    meeting: Meeting,
+    rank: int,
+    size: int,
+    address: str,
+    secret: bytes,
+    settings: Settings,
+    deadline: float,
+    local_rank: int | None = None,
 ) -> tuple[_core.Engine, tuple[int, ...]]:
     """Connects every rank with every other one. Collective.
 
@@ -41,26 +48,53 @@ def connect(
         secret: what the connections authenticate with, equal on all ranks.
         settings: those of this process.
         deadline: on the clock of `time.monotonic()`.
+        local_rank: this rank's place among those of its host, which share out its RDMA devices; None if unknown.
 
     Returns:
         The engine, and the node number of every rank.
 
     Raises:
-        ConfigurationError: settings or versions differ between ranks, or some ranks did not come.
+        ConfigurationError: settings or versions differ between ranks, some ranks did not come, or some cannot use
+            the transport that is asked for.
         PeerLostError: a rank was lost meanwhile.
     """
     listener = _core.Listener(address, settings.ports, rank, size, meeting.name, secret)
     try:
-        card = rendezvous.Card(address, listener.port, _core.host_identity(), _core.__version__, settings.shared())
+        choice, offer = _offer(settings, address, verbs.place(rank, local_rank))
+        card = rendezvous.Card(
+            address, listener.port, _core.host_identity(), _core.__version__, settings.shared(), offer
+        )
         cards = [rendezvous.Card.decode(blob) for blob in meeting.exchange(card.encode(), secret)]
         rendezvous.check_agreement(cards)
         nodes = rendezvous.nodes([card.host for card in cards])
+        decision = selection.decide(settings.transport, nodes, [card.verbs for card in cards])
+        if rank == 0:
+            where = f"{size} ranks on {len(set(nodes))} node{'s' if len(set(nodes)) > 1 else ''}"
+            _core.log("info", f"init: {where} over {decision.transport}: {decision.why}")
         members = [(card.address, card.port) for card in cards]
         configuration = json.dumps(settings.shared())
         left = max(deadline - time.monotonic(), 0.0)
-        return listener.connect(members, list(nodes), _engine_settings(settings), configuration, left), nodes
+        options = None
+        if decision.transport == "verbs" and choice is not None:
+            _announce(choice)
+            options = verbs.options(settings.verbs, choice)
+        engine = listener.connect(members, list(nodes), _engine_settings(settings), configuration, left, options)
+        return engine, nodes
     finally:
         listener.close()
+
+
+def _offer(settings: Settings, address: str, local_rank: int) -> tuple[_core.VerbsChoice | None, verbs.Offer | str]:
+    if settings.transport == "tcp":  # devices that nobody asked for stay closed
+        return None, "MDAS_TRANSPORT is tcp"
+    return verbs.offer(settings.verbs, address, local_rank)
+
+
+def _announce(choice: _core.VerbsChoice) -> None:
+    place = f"{choice.device} port {choice.port} GID {choice.gid_index} ({choice.gid})"
+    _core.log("debug", f"init: uses {place}: {choice.why}")
+    for warning in choice.warnings:
+        _core.log("warn", f"init: {place}: {warning}")
 
 
 def _engine_settings(settings: Settings) -> _core.EngineSettings:

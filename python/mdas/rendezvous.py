@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from mdas import _core, network
 from mdas.env import Job
 from mdas.errors import ConfigurationError, Error
+from mdas.verbs import Offer
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -35,6 +36,8 @@ class Card:
     version: str
     settings: dict[str, object] = field(default_factory=dict)
     """Those that must be equal on all ranks."""
+    verbs: Offer | str = ""
+    """What the rank could use over RDMA, or in words why it has nothing."""
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -48,8 +51,10 @@ class Card:
             ConfigurationError: it did not write this.
         """
         try:
-            return cls(**json.loads(data))
-        except (ValueError, TypeError) as error:
+            card = json.loads(data)
+            offer = card["verbs"]
+            return cls(**{**card, "verbs": offer if isinstance(offer, str) else Offer(**offer)})
+        except (ValueError, TypeError, KeyError) as error:
             raise ConfigurationError(f"init: another rank's card makes no sense ({data[:200]!r}): {error}") from error
 
 

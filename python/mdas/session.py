@@ -53,7 +53,8 @@ def init(
             (MDAS_TIMEOUT, default 300). Groups and operations may have their own.
         warn_after: seconds without progress after which a warning names the late ranks
             (MDAS_WARN_AFTER, default 10).
-        transport: "auto" or "tcp" (MDAS_TRANSPORT).
+        transport: "auto", "tcp" or "verbs" (RDMA; MDAS_TRANSPORT). "auto" takes verbs where the job spans
+            several nodes and every rank can, else TCP, and logs why (MDAS_LOG=info).
         secret: what the job's connections authenticate with (MDAS_SECRET; default: a random one
             that rank 0 hands out through the launcher's store). Payload is not encrypted.
         interface: network interfaces to use, e.g. "ib0,eth" or "^docker,virbr"
@@ -61,7 +62,7 @@ def init(
 
     Raises:
         ConfigurationError: the launcher's variables or the settings make no sense or differ
-            between ranks, or some ranks did not come.
+            between ranks, some ranks did not come, or some cannot use the transport asked for.
         PeerLostError: a rank was lost while joining.
         Error: `init` has been called already, or the operating system refused something.
     """
@@ -90,7 +91,7 @@ def _join(job: env.Job, chosen: settings.Settings) -> Session:
     place = rendezvous.Place(job, _State.generation, deadline)
     address = network.advertised_address(place.host, place.port, chosen.interface, job.local_size == job.size)
     secret = place.secret(chosen.secret)
-    engine, nodes = mesh.connect(place, job.rank, job.size, address, secret, chosen, deadline)
+    engine, nodes = mesh.connect(place, job.rank, job.size, address, secret, chosen, deadline, job.local_rank)
     here = [rank for rank, node in enumerate(nodes) if node == nodes[job.rank]]
     return Session(
         engine=engine,

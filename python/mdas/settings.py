@@ -10,8 +10,29 @@ from dataclasses import dataclass
 from mdas import _core
 from mdas.errors import ConfigurationError
 
-TRANSPORTS = ("auto", "tcp")
+TRANSPORTS = ("auto", "tcp", "verbs")
 LOG_LEVELS = ("off", "error", "warn", "info", "debug", "trace")
+
+
+@dataclass(frozen=True)
+class VerbsSettings:
+    """Of the transport "verbs" (RDMA)."""
+
+    device: str | None = None
+    """MDAS_IB_DEVICE: devices to choose from, separated by commas; a name stands for all that begin with it,
+    `=name` for that one only; a leading `^` turns the list into exclusions."""
+    port: int | None = None
+    """MDAS_IB_PORT: this port of a device only."""
+    gid_index: int | None = None
+    """MDAS_IB_GID_INDEX: this entry of the port's GID table."""
+    timeout: int = 18
+    """MDAS_IB_TIMEOUT: a packet is sent again after 4.096 us * 2**timeout without an answer; 18 is 1.07 s."""
+    retry_count: int = 7
+    """MDAS_IB_RETRY_COUNT: how often, before the connection fails."""
+    traffic_class: int = 0
+    """MDAS_IB_TRAFFIC_CLASS: of packets with a global route header; on RoCE v2 the DSCP value times 4."""
+    service_level: int = 0
+    """MDAS_IB_SERVICE_LEVEL: of packets, which the fabric maps to virtual lanes or priorities."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +44,7 @@ class Settings:
     warn_after: float
     """MDAS_WARN_AFTER: seconds without progress after which a warning names the late ranks."""
     transport: str
-    """MDAS_TRANSPORT: "auto" or "tcp"."""
+    """MDAS_TRANSPORT: "auto", "tcp" or "verbs"; see `selection.decide`."""
     secret: str | None
     """MDAS_SECRET: what the connections of a job authenticate with; None: rank 0 makes a random one."""
     interface: str | None
@@ -42,6 +63,7 @@ class Settings:
     rate_limit: int | None = None
     """MDAS_TCP_RATE_LIMIT: most bytes per second that bulk may send to one rank; a slow network for those who
     have none."""
+    verbs: VerbsSettings = VerbsSettings()
 
     def shared(self) -> dict[str, object]:
         """Those that must be equal on all ranks, since they decide what is sent."""
@@ -71,11 +93,12 @@ def read(
         secret=secret or environ.get("MDAS_SECRET") or None,
         interface=interface or environ.get("MDAS_SOCKET_IFNAME") or None,
         ports=_range("MDAS_PORT_RANGE", environ.get("MDAS_PORT_RANGE") or "0-0", 65535),
-        small_bytes=_integer("MDAS_SMALL_BYTES", small_bytes, 2**63 - 1) if small_bytes else None,
+        small_bytes=_integer("MDAS_SMALL_BYTES", small_bytes, 0, 2**63 - 1) if small_bytes else None,
         algorithm=environ.get("MDAS_ALGORITHM") or None,
         progress_cpus=_cpus(environ.get("MDAS_PROGRESS_CPUS") or ""),
         log=_log(environ.get("MDAS_LOG") or "warn"),
-        rate_limit=_integer("MDAS_TCP_RATE_LIMIT", rate_limit, 2**32 - 1) if rate_limit else None,
+        rate_limit=_integer("MDAS_TCP_RATE_LIMIT", rate_limit, 0, 2**32 - 1) if rate_limit else None,
+        verbs=_verbs(environ),
     )
     if chosen.transport not in TRANSPORTS:
         known = ", ".join(TRANSPORTS)
@@ -98,11 +121,28 @@ def _seconds(name: str, argument: float | None, variable: str, environ: Mapping[
     return value
 
 
-def _integer(variable: str, text: str, limit: int) -> int:
+def _integer(variable: str, text: str, least: int, limit: int) -> int:
     # As many digits as the limit has: Python refuses to read thousands.
-    if not re.fullmatch("[0-9]{1,19}", text) or int(text) > limit:
-        raise ConfigurationError(f"{variable}: {text!r} is not an integer from 0 to {limit}")
+    if not re.fullmatch("[0-9]{1,19}", text) or not least <= int(text) <= limit:
+        raise ConfigurationError(f"{variable}: {text!r} is not an integer from {least} to {limit}")
     return int(text)
+
+
+_VERBS_RANGES = {
+    "port": (1, 255),
+    "gid_index": (0, 255),
+    "timeout": (1, 31),  # 0 would be for ever
+    "retry_count": (0, 7),
+    "traffic_class": (0, 255),
+    "service_level": (0, 15),
+}
+"""As wide as the fields that carry them."""
+
+
+def _verbs(environ: Mapping[str, str]) -> VerbsSettings:
+    given = {name: (f"MDAS_IB_{name.upper()}", span) for name, span in _VERBS_RANGES.items()}
+    numbers = {name: _integer(key, text, *span) for name, (key, span) in given.items() if (text := environ.get(key))}
+    return VerbsSettings(environ.get("MDAS_IB_DEVICE") or None, **numbers)
 
 
 def _log(text: str) -> str:

@@ -81,7 +81,7 @@ def measure(engine: _core.Engine, options: argparse.Namespace) -> None:
         return
     rows = []
     if engine.rank == 0:
-        print(f"# allreduce, {engine.size} ranks over {options.transport}, {options.in_flight} in flight")
+        print(f"# allreduce, {engine.size} ranks over {engine.transport}, {options.in_flight} in flight")
         print(_line("size", "count", "type", "op", "time", "algbw", "busbw", "#wrong", "cpu"))
         print(_line("(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", "", "(s/GB)"))
     for size in series(options.begin, options.end, options.factor):
@@ -98,7 +98,7 @@ def measure(engine: _core.Engine, options: argparse.Namespace) -> None:
             print(_line(str(row.size), str(row.count), row.type, row.op, *figures), flush=True)
     if engine.rank == 0:
         local.write_json(
-            options.json, {"benchmark": "allreduce", "ranks": engine.size, "transport": options.transport, "rows": rows}
+            options.json, {"benchmark": "allreduce", "ranks": engine.size, "transport": engine.transport, "rows": rows}
         )
     if wrong := sum(row["wrong"] for row in rows):
         raise SystemExit(f"{wrong} elements were wrong")
@@ -124,7 +124,7 @@ def _measure_size(engine: _core.Engine, options: argparse.Namespace, size: int) 
     taken, cpu = _back_to_back(engine, payloads, options, iterations)
     seconds = local.spread(engine, taken) / iterations
     # One process holds all ranks of a loopback world: its time is theirs together.
-    shared = engine.size if options.transport == "loopback" else 1
+    shared = engine.size if engine.transport == "loopback" else 1
     cpu = local.spread(engine, cpu / shared, "sum") / engine.size / iterations
     used = payloads[: min(iterations, len(payloads))]
     wrong = int(local.spread(engine, sum(payload.wrong(options.op, engine.size) for payload in used), "sum"))
@@ -176,14 +176,14 @@ def _measure_under_load(engine: _core.Engine, options: argparse.Namespace) -> No
         results = {
             "benchmark": "allreduce under load",
             "ranks": engine.size,
-            "transport": options.transport,
+            "transport": engine.transport,
             "bulk_bytes": count * ITEMSIZE[options.dtype],
             "bulk_busbw": goodput,
             "wrong": wrong,
             "idle_us": _summary(idle),
             "loaded_us": _summary(beside),
         }
-        print(f"# 8-byte urgent allreduce, {engine.size} ranks over {options.transport}")
+        print(f"# 8-byte urgent allreduce, {engine.size} ranks over {engine.transport}")
         print(f"{'':24} {'operations':>10} {'median us':>10} {'p99 us':>10}")
         for name, latencies in (("idle link", idle), ("beside bulk", beside)):
             summary = _summary(latencies)

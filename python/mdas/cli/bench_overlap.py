@@ -74,7 +74,7 @@ def measure(engine: _core.Engine, options: argparse.Namespace) -> None:
     """One rank's part. Rank 0 prints."""
     rows: list[Row] = []
     if engine.rank == 0:
-        print(f"# overlap, {engine.size} ranks over {options.transport}, compute {options.ratio} x the pure exchange")
+        print(f"# overlap, {engine.size} ranks over {engine.transport}, compute {options.ratio} x the pure exchange")
         print(_line("what", "size", "overall", "compute", "pure comm", "overlap", "exposed", "exposed"))
         print(_line("", "(MiB)", "(ms)", "(ms)", "(ms)", "(%)", "(ms)", "(% step)"))
     for mb in options.mb:
@@ -86,7 +86,7 @@ def measure(engine: _core.Engine, options: argparse.Namespace) -> None:
                 print(_line(row.what, f"{mb:g}", *times, *shares), flush=True)
     if engine.rank == 0:
         table = [asdict(row) | {"overlap": row.overlap, "exposed": row.exposed} for row in rows]
-        results = {"benchmark": "overlap", "ranks": engine.size, "transport": options.transport, "rows": table}
+        results = {"benchmark": "overlap", "ranks": engine.size, "transport": engine.transport, "rows": table}
         local.write_json(options.json, results)
 
 

@@ -12,12 +12,13 @@ import platform
 import resource
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
 from mdas import _core, env, network, settings
+from mdas.cli import rdma
+from mdas.cli.findings import Finding, in_bytes, table
 from mdas.errors import Error
 
 _SOCKETS_PER_PEER = 3
@@ -25,19 +26,6 @@ _SOCKETS_PER_PEER = 3
 
 _SPARE_FILES = 128
 """Open files that Python, torch and a data loader need beside the connections."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report."""
-
-    topic: str
-    name: str
-    value: str
-    status: Literal["ok", "fail"] = "ok"
-    """"fail": `init()` or a training would fail because of it."""
-    note: str = ""
-    """Why, or what to do."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +62,7 @@ def examine() -> Iterator[Finding]:
         yield from _checked("network", "own address", lambda: _own_address(job, chosen))
         yield from _checked("network", "meeting point", lambda: _meeting_point(job))
     yield Finding("network", "congestion control", _read("/proc/sys/net/ipv4/tcp_congestion_control"))
-    yield from _transports(job, chosen)
+    yield from rdma.examine(job, chosen)
     yield from _limits(job)
 
 
@@ -144,13 +132,6 @@ def _meeting_point(job: env.Job) -> Finding:
         return Finding("network", "meeting point", place, "fail", advice)
 
 
-def _transports(job: env.Job, chosen: settings.Settings) -> Iterator[Finding]:
-    if job.size == 1:
-        yield Finding("transports", "used", "none", note="a single process opens no sockets")
-    else:
-        yield Finding("transports", "used", "tcp", note=f"MDAS_TRANSPORT is {chosen.transport}")
-
-
 def _limits(job: env.Job) -> Iterator[Finding]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _SOCKETS_PER_PEER * (job.size - 1) + _SPARE_FILES
@@ -163,11 +144,11 @@ def _limits(job: env.Job) -> Iterator[Finding]:
         f"a job of {job.size} needs about {needed}" + ("" if enough else ": raise it with ulimit -n"),
     )
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    amount = _limit(locked) if locked == resource.RLIM_INFINITY else _bytes(locked)
+    amount = _limit(locked) if locked == resource.RLIM_INFINITY else in_bytes(locked)
     yield Finding("limits", "locked memory (memlock)", amount, note="TCP needs none")
     if Path("/dev/shm").is_dir():
         shm = os.statvfs("/dev/shm")
-        free, whole = _bytes(shm.f_bavail * shm.f_frsize), _bytes(shm.f_blocks * shm.f_frsize)
+        free, whole = in_bytes(shm.f_bavail * shm.f_frsize), in_bytes(shm.f_blocks * shm.f_frsize)
         yield Finding("limits", "/dev/shm", f"{free} free of {whole}", note="TCP needs none, torch's data loaders do")
 
 
@@ -175,31 +156,8 @@ def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
-def _bytes(count: int) -> str:
-    amount, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
-    unit = next(units)
-    while amount >= 1024 and (larger := next(units, None)):
-        amount, unit = amount / 1024, larger
-    return f"{amount:.4g} {unit}"
-
-
 def _read(path: str) -> str:
     try:
         return Path(path).read_text().strip()
     except OSError:  # virtual devices refuse; other kernels lack the file
         return "unknown"
-
-
-def table(findings: list[Finding]) -> str:
-    """The findings in columns, a topic's name only where it begins."""
-    columns = zip(*((f.topic, f.name, f.value) for f in findings), strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    lines = []
-    for before, finding in zip([None, *findings], findings, strict=False):
-        topic = "" if before is not None and before.topic == finding.topic else finding.topic
-        cells = [text.ljust(width) for text, width in zip((topic, finding.name, finding.value), widths, strict=True)]
-        failed = finding.status == "fail"
-        lines.append(
-            "  ".join(("FAIL" if failed else "    ", *cells, "see below" if failed else finding.note)).rstrip()
-        )
-    return "\n".join(lines)

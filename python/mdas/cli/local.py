@@ -18,6 +18,7 @@ from typing import Any
 
 from mdas import _core, env
 from mdas.launch import launch
+from mdas.settings import TRANSPORTS
 
 Measure = Callable[[_core.Engine, argparse.Namespace], None]
 
@@ -28,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--world", type=int, help="start this many local processes (default: the launcher's ranks, else 2)"
     )
     parser.add_argument(
-        "--transport", choices=["tcp", "loopback"], default="tcp", help="loopback: ranks are threads of one process"
+        "--transport",
+        choices=[*TRANSPORTS, "loopback"],
+        help="default: MDAS_TRANSPORT, else auto; loopback: ranks are threads of one process",
     )
     parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
 
@@ -47,7 +50,7 @@ def run(module: str, options: argparse.Namespace) -> int:
             # Now, not after minutes of measuring.
             print(f"--json {options.json}: {error.strerror}", file=sys.stderr)
             return 2
-    if launched and options.world is None and options.transport == "tcp":
+    if launched and options.world is None and options.transport != "loopback":
         return _run_here(module, options)
     world = 2 if options.world is None else options.world
     if world < 1:
@@ -66,7 +69,7 @@ def _run_here(module: str, options: argparse.Namespace) -> int:
     import mdas
     from mdas.session import current
 
-    mdas.init()
+    mdas.init(transport=options.transport)
     _measure_of(module)(current().engine, options)
     mdas.shutdown()
     return 0

@@ -12,6 +12,7 @@ use pyo3::prelude::*;
 
 use crate::engine::{Engine, EngineSettings, connected};
 use crate::errors;
+use crate::verbs::VerbsOptions;
 
 /// Runs a long wait without the GIL, serving signals: `body` asks its argument every 100 ms whether to go on.
 fn interruptible<T: Send>(py: Python<'_>, body: impl FnOnce(&dyn Fn() -> bool) -> Result<T> + Send) -> PyResult<T> {
@@ -97,6 +98,8 @@ impl Listener {
 
     /// Connects with all ranks, whose listeners are at `members`, and starts the engine. `nodes`: node number of
     /// every rank. `configuration`: in words, what must be equal on all ranks. `deadline` in seconds.
+    #[pyo3(signature = (members, nodes, settings, configuration, deadline, verbs=None))]
+    #[expect(clippy::too_many_arguments, reason = "who, where, what, how long, over what")]
     fn connect(
         &self,
         py: Python<'_>,
@@ -105,6 +108,7 @@ impl Listener {
         settings: &EngineSettings,
         configuration: &str,
         deadline: f64,
+        verbs: Option<PyRef<'_, VerbsOptions>>,
     ) -> PyResult<Engine> {
         let deadline: Duration = errors::duration(py, "deadline", deadline)?;
         let addresses: Result<Vec<SocketAddr>> =
@@ -114,6 +118,10 @@ impl Listener {
             let error = Error::Invalid("this listener has connected, or been closed, already".into());
             return Err(errors::to_python(py, &error));
         };
+        if verbs.is_some() {
+            let error = Error::Configuration("this build has no transport verbs".into());
+            return Err(errors::to_python(py, &error));
+        }
         let config = settings.config(self.rank, self.size, nodes.into());
         interruptible(py, |keep_going| {
             let pace = settings.rate_limit.map_or(Pace::Measured, Pace::Limited);
@@ -130,7 +138,8 @@ impl Listener {
     }
 }
 
-fn ip(address: &str) -> Result<IpAddr> {
+/// Reads an address.
+pub(crate) fn ip(address: &str) -> Result<IpAddr> {
     address.parse().map_err(|_| Error::Configuration(format!("{address:?} is not an IP address")))
 }
 

@@ -7,6 +7,7 @@ mod kernels;
 mod logging;
 mod memory;
 mod process;
+mod verbs;
 mod view;
 mod work;
 
@@ -28,9 +29,11 @@ mod _core {
     #[pymodule_export]
     use super::kernels::{expand, orthonormalize, times, transposed_times};
     #[pymodule_export]
-    use super::logging::start_logging;
+    use super::logging::{log, start_logging};
     #[pymodule_export]
     use super::memory::Memory;
+    #[pymodule_export]
+    use super::verbs::{VerbsChoice, VerbsDevice, VerbsGid, VerbsOptions, VerbsPort, choose_verbs, verbs_devices};
     #[pymodule_export]
     use super::view::View;
     #[pymodule_export]

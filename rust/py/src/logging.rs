@@ -4,7 +4,10 @@ use std::io::Write;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use env_logger::Builder;
+use mdas_core::error::Error;
 use pyo3::prelude::*;
+
+use crate::errors;
 
 /// Stands in every line.
 static RANK: AtomicUsize = AtomicUsize::new(0);
@@ -23,4 +26,15 @@ pub(crate) fn start_logging(rank: usize, filter: &str) {
         .try_init();
     // Err: a logger is there already.
     drop(started);
+}
+
+/// Writes a line of the package's own to that log, as from the module `mdas::init`.
+#[pyfunction]
+pub(crate) fn log(py: Python<'_>, level: &str, message: &str) -> PyResult<()> {
+    let level: ::log::Level = level.parse().map_err(|_| {
+        errors::to_python(py, &Error::Invalid(format!("{level:?} is not one of error, warn, info, debug, trace")))
+    })?;
+    // Whoever reads stderr may be slow.
+    py.detach(|| ::log::log!(target: "mdas::init", level, "{message}"));
+    Ok(())
 }

@@ -6,6 +6,7 @@ import pytest
 
 from mdas import settings
 from mdas.errors import ConfigurationError
+from mdas.settings import VerbsSettings
 
 
 def test_arguments_beat_variables_beat_defaults() -> None:
@@ -22,9 +23,36 @@ def test_ranges() -> None:
     assert settings.read({"MDAS_PORT_RANGE": "20000"}).ports == (20000, 20000)
 
 
+def test_verbs() -> None:
+    assert settings.read({}).verbs == VerbsSettings()
+    given = {
+        "DEVICE": "mlx5_0,^x",
+        "PORT": "2",
+        "GID_INDEX": "0",
+        "TIMEOUT": "31",
+        "RETRY_COUNT": "0",
+        "TRAFFIC_CLASS": "104",
+        "SERVICE_LEVEL": "15",
+    }
+    chosen = settings.read({f"MDAS_IB_{name}": value for name, value in given.items()})
+    assert chosen.verbs == VerbsSettings("mlx5_0,^x", 2, 0, 31, 0, 104, 15)
+    assert settings.read(dict.fromkeys((f"MDAS_IB_{name}" for name in given), "")).verbs == VerbsSettings()
+    for transport in ("auto", "tcp", "verbs"):
+        assert settings.read({}, transport=transport).transport == transport
+
+
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
+        ("MDAS_IB_PORT", "0"),
+        ("MDAS_IB_PORT", "256"),
+        ("MDAS_IB_GID_INDEX", "256"),
+        ("MDAS_IB_GID_INDEX", "-1"),
+        ("MDAS_IB_TIMEOUT", "0"),
+        ("MDAS_IB_TIMEOUT", "32"),
+        ("MDAS_IB_RETRY_COUNT", "8"),
+        ("MDAS_IB_TRAFFIC_CLASS", "0x68"),
+        ("MDAS_IB_SERVICE_LEVEL", "16"),
         ("MDAS_TIMEOUT", "0"),
         ("MDAS_TIMEOUT", "-1"),
         ("MDAS_TIMEOUT", "inf"),

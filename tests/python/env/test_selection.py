@@ -1,0 +1,84 @@
+"""Which transport a job takes: the same on all ranks, from what all of them offer."""
+
+from __future__ import annotations
+
+import pytest
+
+from mdas.errors import ConfigurationError
+from mdas.rendezvous import Card
+from mdas.selection import Decision, decide
+from mdas.verbs import Offer
+
+ROCE = Offer("rxe0", 1, 1, "::ffff:10.0.0.5", "RoCE v2", 0, 4096)
+ROCE_1 = Offer("mlx4_0", 1, 0, "::ffff:10.0.0.5", "RoCE v1", 0, 1024)
+FABRIC = Offer("mlx5_0", 1, 0, "fe80::1", "InfiniBand", 17, 4096)
+NONE = "this host has no RDMA device"
+DOWN = "mlx5_0 port 1: it is down: no cable, or its network interface is down"
+
+DECISIONS: list[tuple[str, tuple[int, ...], list[Offer | str], str, str]] = [
+    ("tcp", (0, 1), [FABRIC, FABRIC], "tcp", "as MDAS_TRANSPORT says"),
+    ("verbs", (0, 1), [FABRIC, FABRIC], "verbs", "as MDAS_TRANSPORT says"),
+    ("verbs", (0, 0), [ROCE, ROCE], "verbs", "as MDAS_TRANSPORT says"),
+    ("auto", (0, 1), [ROCE, ROCE], "verbs", "every rank offers it"),
+    ("auto", (0, 0, 1, 1), [FABRIC] * 4, "verbs", "every rank offers it"),
+    ("auto", (0, 0), [ROCE, ROCE], "tcp", "all ranks are on one node"),
+    ("auto", (0, 0), [NONE, NONE], "tcp", "all ranks are on one node"),
+    ("auto", (0, 1), [NONE, NONE], "tcp", f"not verbs, since ranks 0-1: {NONE}"),
+    ("auto", (0, 1), [FABRIC, DOWN], "tcp", f"not verbs, since rank 1: {DOWN}"),
+    ("auto", (0, 1, 2, 3), [NONE, ROCE, DOWN, NONE], "tcp", f"not verbs, since ranks 0, 3: {NONE}; rank 2: {DOWN}"),
+    (
+        "auto",
+        (0, 1, 1),
+        [FABRIC, ROCE, ROCE],
+        "tcp",
+        "not verbs, since they do not understand each other: rank 0: InfiniBand; ranks 1-2: RoCE v2",
+    ),
+    (
+        "auto",
+        (0, 1),
+        [ROCE_1, ROCE],
+        "tcp",
+        "not verbs, since they do not understand each other: rank 0: RoCE v1; rank 1: RoCE v2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wanted", "nodes", "offers", "transport", "why"), DECISIONS)
+def test_decisions(wanted: str, nodes: tuple[int, ...], offers: list[Offer | str], transport: str, why: str) -> None:
+    assert decide(wanted, nodes, offers) == Decision(transport, why)
+
+
+@pytest.mark.parametrize(
+    ("offers", "reason"),
+    [
+        ([ROCE, NONE], f"rank 1: {NONE}"),
+        ([FABRIC, ROCE], "they do not understand each other: rank 0: InfiniBand; rank 1: RoCE v2"),
+    ],
+)
+@pytest.mark.parametrize("nodes", [(0, 0), (0, 1)])
+def test_verbs_that_some_cannot_use_fails_with_their_reasons(
+    offers: list[Offer | str], reason: str, nodes: tuple[int, ...]
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        decide("verbs", nodes, offers)
+    assert str(caught.value).startswith(
+        f'init: transport "verbs" (MDAS_TRANSPORT) cannot be used: {reason}. `mdas doctor`'
+    )
+
+
+def test_a_thousand_reasons_are_not_all_told() -> None:
+    offers: list[Offer | str] = [f"host {rank} has no RDMA device" for rank in range(1000)]
+    why = decide("auto", range(1000), offers).why
+    assert why.endswith("rank 3: host 3 has no RDMA device; and 996 more")
+
+
+@pytest.mark.parametrize("offer", [FABRIC, NONE])
+def test_an_offer_survives_its_card(offer: Offer | str) -> None:
+    card = Card("10.0.0.5", 4711, "host/net", "0.1.0", {"transport": "auto"}, offer)
+    assert Card.decode(card.encode()) == card
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"null", b"{}", b'{"verbs": {"device": "mlx5_0"}}', b'{"verbs": 7}'])
+def test_what_is_no_card_is_refused(data: bytes) -> None:
+    with pytest.raises(ConfigurationError, match="another rank's card makes no sense"):
+        Card.decode(data)
