@@ -49,7 +49,11 @@ fn main() -> Outcome<()> {
         addresses.push(mesh.parse()?);
         plain_addresses.push(plain.parse()?);
     }
-    let mut tcp = bootstrap::connect(listener, &addresses, "lanes", options, PATIENCE, &|| true)?;
+    let mut tcp = Tcp::new(
+        rank,
+        bootstrap::connect(listener, &addresses, "lanes", options.bulk_connections, PATIENCE, &|| true)?,
+        options,
+    )?;
 
     let mut plain_goodput = 0.0;
     if rank == 0 {

@@ -8,8 +8,7 @@ use mdas_core::collective::Collective;
 use mdas_core::collective::select::{ALGORITHMS, Algorithm};
 use mdas_core::engine::{self, Call, EngineConfig, GroupId, Region};
 use mdas_core::error::Error;
-use mdas_core::transport::tcp::Tcp;
-use mdas_core::transport::{Lane, loopback};
+use mdas_core::transport::{Lane, Transport, loopback};
 use mdas_kernels::{DType, ReduceOp};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
@@ -294,10 +293,10 @@ impl EngineSettings {
     }
 }
 
-/// The engine on a connected TCP transport.
-pub(crate) fn connected(tcp: Tcp, config: EngineConfig) -> Result<Engine, Error> {
-    let sockets = tcp.sockets().filter_map(Inherited::new).collect();
-    engine::Engine::start(Box::new(tcp), config).map(|engine| Engine::new(engine, sockets))
+/// The engine on a connected transport.
+pub(crate) fn connected(transport: Box<dyn Transport>, config: EngineConfig) -> Result<Engine, Error> {
+    let sockets = transport.sockets().into_iter().filter_map(Inherited::new).collect();
+    engine::Engine::start(transport, config).map(|engine| Engine::new(engine, sockets))
 }
 
 /// Ranks 0 to `size` - 1 as engines of this one process, connected through memory. `nodes`: the node number of

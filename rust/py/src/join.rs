@@ -3,11 +3,13 @@
 use std::cell::RefCell;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use mdas_core::bootstrap::{self, Identity};
 use mdas_core::error::{Error, Result};
-use mdas_core::transport::tcp::{Pace, TcpOptions};
+use mdas_core::transport::Transport;
+use mdas_core::transport::tcp::{Pace, Tcp, TcpOptions};
+use mdas_core::transport::verbs::Verbs;
 use pyo3::prelude::*;
 
 use crate::engine::{Engine, EngineSettings, connected};
@@ -118,16 +120,24 @@ impl Listener {
             let error = Error::Invalid("this listener has connected, or been closed, already".into());
             return Err(errors::to_python(py, &error));
         };
-        if verbs.is_some() {
-            let error = Error::Configuration("this build has no transport verbs".into());
-            return Err(errors::to_python(py, &error));
-        }
+        let verbs = verbs.map(|options| options.transport());
         let config = settings.config(self.rank, self.size, nodes.into());
         interruptible(py, |keep_going| {
+            let end = Instant::now() + deadline;
             let pace = settings.rate_limit.map_or(Pace::Measured, Pace::Limited);
             let options = TcpOptions { pace, ..TcpOptions::default() };
-            let tcp = bootstrap::connect(listener, &addresses, configuration, options, deadline, keep_going)?;
-            connected(tcp, config)
+            // Over verbs a stream per peer suffices: it sets the queue pairs up, and stays as a sign of life.
+            let bulk = if verbs.is_some() { 0 } else { options.bulk_connections };
+            let streams = bootstrap::connect(listener, &addresses, configuration, bulk, deadline, keep_going)?;
+            let transport: Box<dyn Transport> = match verbs {
+                None => Box::new(Tcp::new(self.rank, streams, options)?),
+                Some(options) => {
+                    let streams = streams.into_iter().map(|streams| streams.map(|streams| streams.urgent)).collect();
+                    let left = end.saturating_duration_since(Instant::now());
+                    Box::new(Verbs::connect(self.rank, streams, &options, left, keep_going)?)
+                }
+            };
+            connected(transport, config)
         })
     }
 }

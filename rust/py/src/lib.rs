@@ -33,7 +33,9 @@ mod _core {
     #[pymodule_export]
     use super::memory::Memory;
     #[pymodule_export]
-    use super::verbs::{VerbsChoice, VerbsDevice, VerbsGid, VerbsOptions, VerbsPort, choose_verbs, verbs_devices};
+    use super::verbs::{
+        VerbsChoice, VerbsDevice, VerbsGid, VerbsOptions, VerbsPort, choose_verbs, verbs_devices, verbs_live,
+    };
     #[pymodule_export]
     use super::view::View;
     #[pymodule_export]

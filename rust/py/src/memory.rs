@@ -20,7 +20,7 @@ pub(crate) struct Memory(HeapBytes);
 impl Memory {
     #[new]
     fn new(nbytes: usize) -> PyResult<Self> {
-        HeapBytes::zeroed(nbytes, PAGE)
+        HeapBytes::lasting(nbytes, PAGE)
             .map(Self)
             .ok_or_else(|| PyMemoryError::new_err(format!("cannot allocate {nbytes} bytes")))
     }

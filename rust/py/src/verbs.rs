@@ -1,11 +1,14 @@
 //! What the host's RDMA devices look like, and which of them a rank would use.
 #![expect(clippy::too_many_arguments, reason = "what a port has is listed once, and so are keyword arguments")]
 
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::net::Ipv6Addr;
 
 use mdas_core::error::Error;
+use mdas_core::transport::verbs::Options;
 use mdas_verbs::choose::{Choice, Request, choose};
+use mdas_verbs::live;
 use mdas_verbs::table::{Device, Gid, GidKind, LinkLayer, Port, PortState, Protocol};
 use pyo3::prelude::*;
 
@@ -107,10 +110,12 @@ impl VerbsChoice {
     }
 }
 
+/// Largest write: long enough for any link, short enough for a pipeline.
+const CHUNK_BYTES: usize = 512 << 10;
+
 /// How the transport "verbs" connects.
 #[pyclass(frozen, module = "mdas._core")]
 #[derive(Clone)]
-#[expect(dead_code, reason = "read by the transport, which this build lacks")]
 pub(crate) struct VerbsOptions {
     pub(crate) choice: Choice,
     /// A packet is sent again after 4.096 us * 2^timeout without an answer.
@@ -221,11 +226,33 @@ impl VerbsDevice {
     }
 }
 
+impl VerbsOptions {
+    /// For the transport.
+    pub(crate) fn transport(&self) -> Options {
+        Options {
+            choice: self.choice.clone(),
+            timeout: self.timeout,
+            retry_count: self.retry_count,
+            traffic_class: self.traffic_class,
+            service_level: self.service_level,
+            relaxed_ordering: false,
+            chunk_bytes: CHUNK_BYTES,
+        }
+    }
+}
+
 /// The RDMA devices of this host.
 #[pyfunction]
 pub(crate) fn verbs_devices(py: Python<'_>) -> PyResult<Vec<VerbsDevice>> {
-    let error = Error::Configuration("this build of mdas cannot read RDMA devices".into());
-    Err(errors::to_python(py, &error))
+    let found = py.detach(mdas_verbs::devices);
+    let found = found.map_err(|error| errors::to_python(py, &Error::Configuration(error.to_string())))?;
+    Ok(found.into_iter().map(VerbsDevice::from).collect())
+}
+
+/// Objects of libibverbs that this process has, by kind: none but between `init` and `shutdown`.
+#[pyfunction]
+pub(crate) fn verbs_live() -> BTreeMap<&'static str, usize> {
+    live::KINDS.iter().map(|&(kind, name)| (name, live::count(kind))).collect()
 }
 
 /// What a rank uses of `devices`; the settings `wanted`, `port` and `gid_index` are those of MDAS_IB_DEVICE, _PORT and

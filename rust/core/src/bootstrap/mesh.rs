@@ -7,7 +7,7 @@ use super::listener::{Listener, Visitor};
 use super::rendezvous::{interrupted, name};
 use super::wire::{Patience, SLICE, Trouble};
 use crate::error::{Error, Result};
-use crate::transport::tcp::{Streams, Tcp, TcpOptions};
+use crate::transport::tcp::Streams;
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
@@ -46,20 +46,18 @@ pub fn connect(
     listener: Listener,
     addresses: &[SocketAddr],
     configuration: &str,
-    options: TcpOptions,
+    bulk_connections: usize,
     deadline: Duration,
     keep_going: &dyn Fn() -> bool,
-) -> Result<Tcp> {
+) -> Result<Vec<Option<Streams>>> {
     let identity = listener.identity().clone();
     let Identity { rank, size, .. } = identity;
-    if addresses.len() != size || rank >= size || options.bulk_connections == 0 {
-        let (addresses, bulk) = (addresses.len(), options.bulk_connections);
-        return Err(Error::Invalid(format!(
-            "init: rank {rank} of {size} with {addresses} addresses and {bulk} bulk connections per peer"
-        )));
+    if addresses.len() != size || rank >= size {
+        let addresses = addresses.len();
+        return Err(Error::Invalid(format!("init: rank {rank} of {size} with {addresses} addresses")));
     }
-    let configuration = format!("{configuration} bulk_connections={}", options.bulk_connections);
-    let slots = 1 + options.bulk_connections;
+    let configuration = format!("{configuration} bulk_connections={bulk_connections}");
+    let slots = 1 + bulk_connections;
     let patience = Patience { deadline: Instant::now() + deadline, keep_going };
     let stopped = AtomicBool::new(false);
     let next = AtomicUsize::new(0);
@@ -87,7 +85,7 @@ pub fn connect(
         result
     })?;
     drop(listener);
-    Tcp::new(rank, mesh.streams(), options)
+    Ok(mesh.streams())
 }
 
 struct Dialing<'a> {

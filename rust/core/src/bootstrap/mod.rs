@@ -6,7 +6,7 @@ mod host;
 mod listener;
 mod mesh;
 pub mod rendezvous;
-mod wire;
+pub(crate) mod wire;
 
 pub use handshake::{Identity, PROTOCOL_VERSION};
 pub use host::{Interface, host_identity, interfaces, local_address_towards};

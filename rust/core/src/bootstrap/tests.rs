@@ -43,7 +43,8 @@ fn listeners(size: usize, identity: impl Fn(usize) -> Identity) -> (Vec<Listener
 }
 
 fn meet(listener: Listener, addresses: &[SocketAddr], deadline: Duration) -> Result<Tcp> {
-    connect(listener, addresses, "v1", TcpOptions::default(), deadline, &always)
+    let (rank, options) = (listener.identity().rank, TcpOptions::default());
+    Tcp::new(rank, connect(listener, addresses, "v1", options.bulk_connections, deadline, &always)?, options)
 }
 
 fn everybody_talks(mesh: Vec<Tcp>) {
@@ -230,7 +231,7 @@ fn different_configurations_fail_on_both_sides() {
     let (mut listeners, addresses) = listeners(2, |rank| identity(rank, 2));
     let there = addresses.clone();
     let second = listeners.pop().unwrap();
-    let other = thread::spawn(move || connect(second, &there, "v2", TcpOptions::default(), PATIENCE, &always).err());
+    let other = thread::spawn(move || connect(second, &there, "v2", 2, PATIENCE, &always).err());
     let ours = meet(listeners.pop().unwrap(), &addresses, PATIENCE).err().unwrap().to_string();
     for error in [ours, other.join().unwrap().unwrap().to_string()] {
         assert!(error.contains("v2 bulk_connections=2") && error.contains("v1 bulk_connections=2"), "{error}");
@@ -249,7 +250,7 @@ fn an_interrupt_ends_every_wait_within_a_second() {
     let (mut listeners, addresses) = listeners(2, |rank| identity(rank, 2));
     for _ in 0..2 {
         let listener = listeners.pop().unwrap();
-        let result = connect(listener, &addresses, "", TcpOptions::default(), PATIENCE, &keep_going);
+        let result = connect(listener, &addresses, "", 2, PATIENCE, &keep_going);
         assert!(matches!(result, Err(Error::Closed(_))), "{:?}", result.err());
     }
     assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());

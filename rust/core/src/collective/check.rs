@@ -50,13 +50,32 @@ pub struct World {
     pub chunk: usize,
     /// As in [`Shape`].
     pub widen: bool,
+    /// Which ranks share a node.
+    pub nodes: Nodes,
+}
+
+/// How ranks are spread over nodes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Nodes {
+    /// All on one.
+    One,
+    /// So many neighbouring ranks on each; the last one may have fewer.
+    Blocks(usize),
+    /// Rank after rank on the next of so many.
+    Cyclic(usize),
 }
 
 impl World {
     /// What `rank`'s plan depends on.
     pub fn shape(&self, rank: usize) -> Shape {
-        let World { size, count, chunk, widen, .. } = *self;
-        normal(self.op, &Shape { rank, size, count, chunk, widen, nodes: Arc::from(vec![0; size]) })
+        let World { size, count, chunk, widen, nodes, .. } = *self;
+        let node = |rank: usize| match nodes {
+            Nodes::One => 0,
+            Nodes::Blocks(each) => rank / each,
+            Nodes::Cyclic(count) => rank % count,
+        };
+        let nodes: Arc<[u32]> = (0..size).map(|rank| node(rank) as u32).collect();
+        normal(self.op, &Shape { rank, size, count, chunk, widen, nodes })
     }
 
     /// Is `found` what output element `index` of `rank` must be? If not: why.

@@ -10,10 +10,14 @@
 
 pub mod check;
 pub mod direct;
+pub mod double_tree;
 pub mod exchange;
+pub mod halving_doubling;
+pub mod hierarchical;
 pub mod plan;
 pub mod ring;
 pub mod select;
+mod stage;
 pub mod tree;
 
 use mdas_kernels::ReduceOp;

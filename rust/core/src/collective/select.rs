@@ -1,11 +1,14 @@
 //! The table of algorithms, and the rule that chooses one.
 //!
 //! The choice decides the order of summation, so it depends only on what is equal on all ranks:
-//! operation, count, element size, group size, accumulation type, and the two settings.
+//! operation, count, element size, which ranks share a node, accumulation type, and the two settings.
 
 use super::Collective;
 use super::direct::DIRECT;
+use super::double_tree::DOUBLE_TREE;
 use super::exchange::EXCHANGE;
+use super::halving_doubling::HALVING_DOUBLING;
+use super::hierarchical::{self, HIERARCHICAL};
 use super::plan::{Plan, Shape, Source, Space, Span, Step};
 use super::ring::RING;
 use super::tree::{CHAIN, TREE};
@@ -21,7 +24,8 @@ pub struct Algorithm {
 }
 
 /// All algorithms.
-pub const ALGORITHMS: &[Algorithm] = &[RING, TREE, CHAIN, EXCHANGE, DIRECT];
+pub const ALGORITHMS: &[Algorithm] =
+    &[RING, TREE, CHAIN, EXCHANGE, DIRECT, HALVING_DOUBLING, DOUBLE_TREE, HIERARCHICAL];
 
 /// A plan, and what it needs.
 pub struct Recipe {
@@ -105,6 +109,7 @@ fn choose(op: Collective, element_bytes: usize, shape: &Shape, small_bytes: usiz
     match op {
         Collective::Allreduce(_) | Collective::Barrier if to_all_others <= small_bytes => EXCHANGE,
         Collective::Allreduce(_) | Collective::Barrier if bytes <= small_bytes => TREE,
+        Collective::Allreduce(_) if hierarchical::fits(&shape.nodes) => HIERARCHICAL,
         Collective::Allreduce(_) if shape.widen => DIRECT,
         Collective::Allreduce(_) => RING,
         Collective::Barrier => TREE,

@@ -168,7 +168,7 @@ impl Driver {
             let key = order.key;
             let work = order.work.clone();
             let recipe = recipe(&order, group.ranks.clone(), &self.config, self.wires.transport.chunk_bytes(lane));
-            match Exec::new(order, recipe) {
+            match Exec::new(order, recipe, &mut self.wires) {
                 Ok(mut exec) => {
                     exec.inquiry.own_rank = self.config.rank;
                     state.active.push_back(exec);

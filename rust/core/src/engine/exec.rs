@@ -116,12 +116,19 @@ pub struct Exec {
 
 impl Exec {
     /// Ready to run; nothing has been sent yet.
-    pub fn new(order: Order, recipe: Recipe) -> Result<Self> {
+    pub fn new(order: Order, recipe: Recipe, wires: &mut Wires) -> Result<Self> {
         let size = recipe.ranks.len();
         let bytes = recipe.scratch * recipe.accumulator.size();
         let scratch = HeapBytes::zeroed(bytes, 64).ok_or_else(|| {
             Error::system(format!("allocating {bytes} bytes of scratch for {}", order.key), "out of memory")
         })?;
+        let ours = [&order.input, &order.output].into_iter().filter_map(Region::registrable);
+        for (memory, keeper) in ours.chain([scratch.registrable()]) {
+            // What is shorter travels inside control frames.
+            if memory.len > INLINE_BYTES {
+                wires.transport.register(memory, keeper)?;
+            }
+        }
         let reduce = order.call.reduce_op();
         // A started operation has a start time; setting it twice is impossible, and would change nothing.
         let _ = order.work.started.set(monotonic_ns());

@@ -182,14 +182,19 @@ impl Wires {
 
     /// A landing buffer of at least `bytes`, which is at most a chunk.
     pub fn buffer(&mut self, bytes: usize) -> Result<HeapBytes> {
-        if bytes <= self.chunk_bytes
-            && let Some(buffer) = self.pool.pop()
-        {
-            return Ok(buffer);
-        }
-        let len = bytes.max(self.chunk_bytes);
-        HeapBytes::zeroed(len, 64)
-            .ok_or_else(|| Error::system(format!("allocating a landing area of {len} bytes"), "out of memory"))
+        let pooled = if bytes <= self.chunk_bytes { self.pool.pop() } else { None };
+        let buffer = match pooled {
+            Some(buffer) => buffer,
+            None => {
+                let len = bytes.max(self.chunk_bytes);
+                HeapBytes::zeroed(len, 64).ok_or_else(|| {
+                    Error::system(format!("allocating a landing area of {len} bytes"), "out of memory")
+                })?
+            }
+        };
+        let (memory, keeper) = buffer.registrable();
+        self.transport.register(memory, keeper)?;
+        Ok(buffer)
     }
 
     /// Back to the pool.

@@ -4,12 +4,15 @@
 //! about it in a control frame (the *grant*), and the peer *writes* into it. Nothing
 //! lands in memory that was not exposed for that very write.
 
-pub mod tcp;
-
 pub mod loopback;
+pub(crate) mod poller;
+pub mod tcp;
+pub mod verbs;
 
 use crate::error::Result;
-use std::sync::Arc;
+use std::any::Any;
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 /// Two lanes between every pair of ranks: small urgent messages never queue behind bulk.
@@ -99,6 +102,12 @@ pub trait Transport: Send {
     /// Largest single write that is sensible, in bytes: the executor cuts messages to it.
     fn chunk_bytes(&self, lane: Lane) -> usize;
 
+    /// Prepares memory from which writes will be made, or in which landing areas will lie: it stays prepared as long as
+    /// `keeper` is alive, which the memory's owner keeps. Most transports have nothing to prepare.
+    fn register(&mut self, _memory: RawSpan, _keeper: Weak<dyn Any + Send + Sync>) -> Result<()> {
+        Ok(())
+    }
+
     /// Lets `peer` write exactly `landing.len` bytes, once.
     fn expose(&mut self, peer: usize, lane: Lane, landing: RawSpan) -> Result<LandingKey>;
 
@@ -122,6 +131,11 @@ pub trait Transport: Send {
 
     /// Ends a poll early.
     fn waker(&self) -> Arc<dyn Wake>;
+
+    /// Its sockets. A forked child closes its copies: peers notice a death only when the last one is closed.
+    fn sockets(&self) -> Vec<BorrowedFd<'_>> {
+        Vec::new()
+    }
 
     /// Says goodbye to every peer, lets what is queued go out, closes. Returns when all is
     /// closed or after `deadline`.

@@ -30,6 +30,15 @@ fn counts(size: usize) -> Vec<usize> {
     counts
 }
 
+/// Which ranks share a node matters to one algorithm only.
+fn arrangements(algorithm: Algorithm, size: usize) -> Vec<Nodes> {
+    if algorithm != HIERARCHICAL {
+        return vec![Nodes::One];
+    }
+    let divisors = (2..size).filter(|each| size.is_multiple_of(*each));
+    divisors.flat_map(|each| [Nodes::Blocks(each), Nodes::Cyclic(size / each)]).collect()
+}
+
 const PLAIN: Rules = Rules { window: 1, in_place: false, schedule: Schedule::Eager };
 
 /// Every algorithm, collective, length and accumulation type, in place and out of place, with
@@ -50,19 +59,21 @@ fn every_algorithm(size: usize) {
         for op in ops(size) {
             for count in counts(size) {
                 for (widen, in_place) in [(false, false), (false, true), (true, false), (true, true)] {
-                    let mut expressions = None;
-                    for chunk in [1, 3, 1000] {
-                        let world = World { op, size, count, chunk, widen };
-                        if !knows(algorithm, &world) {
-                            continue;
+                    for nodes in arrangements(algorithm, size) {
+                        let mut expressions = None;
+                        for chunk in [1, 3, 1000] {
+                            let world = World { op, size, count, chunk, widen, nodes };
+                            if !knows(algorithm, &world) {
+                                continue;
+                            }
+                            let Some((window, schedule)) = rules.next() else { continue };
+                            let rules = Rules { window, in_place, schedule };
+                            let proof = check(&world, &rules, recipe(algorithm, op))
+                                .unwrap_or_else(|wrong| panic!("{algorithm:?}, {world:?}, {rules:?}: {wrong}"));
+                            let expected = expressions.get_or_insert_with(|| proof.expressions.clone());
+                            assert_eq!(*expected, proof.expressions, "{algorithm:?}, {world:?}: depends on the chunk");
+                            checked += 1;
                         }
-                        let Some((window, schedule)) = rules.next() else { continue };
-                        let rules = Rules { window, in_place, schedule };
-                        let proof = check(&world, &rules, recipe(algorithm, op))
-                            .unwrap_or_else(|wrong| panic!("{algorithm:?}, {world:?}, {rules:?}: {wrong}"));
-                        let expected = expressions.get_or_insert_with(|| proof.expressions.clone());
-                        assert_eq!(*expected, proof.expressions, "{algorithm:?}, {world:?}: depends on the chunk");
-                        checked += 1;
                     }
                 }
             }
@@ -84,7 +95,7 @@ fn the_schedule_and_the_window_change_nothing() {
     for &algorithm in ALGORITHMS {
         for size in [2, 3, 5] {
             for op in ops(size) {
-                let world = World { op, size, count: 11, chunk: 2, widen: true };
+                let world = World { op, size, count: 11, chunk: 2, widen: true, nodes: Nodes::One };
                 if !knows(algorithm, &world) {
                     continue;
                 }
@@ -108,11 +119,12 @@ proptest! {
     #[test]
     fn what_is_chosen_is_right(
         size in 1usize..20, count in 0usize..200, chunk in 1usize..50, widen: bool, in_place: bool,
-        op in 0usize..5, root in 0usize..20, small in 0usize..400, window in 1usize..9, seed: u64,
+        op in 0usize..5, root in 0usize..20, small in 0usize..400, window in 1usize..9, seed: u64, each in 1usize..5,
         forced in proptest::option::of(0..ALGORITHMS.len()),
     ) {
         let op = [SUM, SCATTER, Collective::Allgather, Collective::Barrier, Collective::Broadcast { root: root % size }][op];
-        let world = World { op, size, count, chunk, widen };
+        let nodes = if seed % 2 == 0 { Nodes::Blocks(each) } else { Nodes::Cyclic(each) };
+        let world = World { op, size, count, chunk, widen, nodes };
         let rules = Rules { window, in_place, schedule: Schedule::Random(seed) };
         let forced = forced.map(|index| ALGORITHMS[index]);
         let proof = check(&world, &rules, |shape| plan_for(op, 2, shape, small, forced).into());
@@ -121,8 +133,36 @@ proptest! {
 }
 
 #[test]
+fn between_two_nodes_of_two_ranks_the_hierarchy_moves_two_thirds_of_what_a_ring_moves() {
+    let world = World { op: SUM, size: 4, count: 480, chunk: 7, widen: false, nodes: Nodes::Blocks(2) };
+    let crossing = |algorithm: Algorithm| -> usize {
+        let crosses = |rank: usize| move |step: &Step| matches!(step, Step::Send { peer, .. } if peer / 2 != rank / 2);
+        let sent = |step: Step| if let Step::Send { from, .. } = step { from.len } else { 0 };
+        let of = |rank: usize| recipe(algorithm, SUM)(&world.shape(rank)).plan.filter(crosses(rank)).map(sent);
+        (0..4).flat_map(of).sum()
+    };
+    assert_eq!((crossing(HIERARCHICAL), crossing(RING)), (2 * 480, 3 * 480));
+}
+
+#[test]
+fn nodes_of_different_sizes_have_no_hierarchy() {
+    for (size, nodes) in [(5, Nodes::Blocks(2)), (4, Nodes::One), (4, Nodes::Blocks(1)), (7, Nodes::Cyclic(3))] {
+        let world = World { op: SUM, size, count: 10, chunk: 2, widen: false, nodes };
+        assert!(!knows(HIERARCHICAL, &world), "{world:?}");
+    }
+}
+
+#[test]
+fn halving_and_doubling_sends_as_little_as_the_ring() {
+    let world = World { op: SUM, size: 8, count: 80, chunk: 1000, widen: false, nodes: Nodes::One };
+    let proof = check(&world, &PLAIN, recipe(crate::collective::halving_doubling::HALVING_DOUBLING, SUM));
+    let proof = proof.expect("a right plan");
+    assert_eq!((proof.messages, proof.elements), (8 * 2 * 3, 2 * 7 * 80));
+}
+
+#[test]
 fn the_ring_sends_the_least_that_is_possible() {
-    let world = World { op: SUM, size: 4, count: 40, chunk: 5, widen: false };
+    let world = World { op: SUM, size: 4, count: 40, chunk: 5, widen: false, nodes: Nodes::One };
     let proof = check(&world, &PLAIN, recipe(crate::collective::ring::RING, SUM)).expect("a right plan");
     assert_eq!((proof.messages, proof.elements), (4 * 2 * 3 * 2, 2 * 3 * 40));
 }
@@ -146,9 +186,10 @@ fn spoiled(algorithm: Algorithm, world: &World, rules: &Rules, spoil: impl Fn(&m
 }
 
 use crate::collective::exchange::EXCHANGE;
+use crate::collective::hierarchical::HIERARCHICAL;
 use crate::collective::ring::RING;
 use crate::collective::tree::TREE;
-const THREE: World = World { op: SUM, size: 3, count: 6, chunk: 2, widen: false };
+const THREE: World = World { op: SUM, size: 3, count: 6, chunk: 2, widen: false, nodes: Nodes::One };
 
 // The right plan of rank 1, for reference:
 // 0 send 2..4 | 1 store 0..2, 2 send | 3 store 4..6 (last), 4 send | 5 store 2..4, 6 send | 7 store 0..2
@@ -254,7 +295,7 @@ fn sees_what_lands_before_its_place_is_free() {
         Recipe { plan: Box::new(steps.into_iter()), scratch: 1 }
     };
     let op = Collective::Broadcast { root: 0 };
-    let world = World { op, size: 2, count: 1, chunk: 1, widen: false };
+    let world = World { op, size: 2, count: 1, chunk: 1, widen: false, nodes: Nodes::One };
     assert!(check(&world, &PLAIN, plan).is_ok(), "out of place this is right");
     // Seen whether it lands early or not: in the step that uses the place, or in the message.
     let fault =

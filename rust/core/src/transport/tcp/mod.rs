@@ -9,16 +9,15 @@ mod frame;
 mod landing;
 mod outgoing;
 mod pacing;
-mod poller;
-mod socket;
+pub(crate) mod socket;
 mod transit;
 
 use crate::error::{Error, Result};
+use crate::transport::poller::{Poller, Ready};
 use crate::transport::{Event, LandingKey, Lane, MAX_CONTROL_BYTES, RawSpan, Transport, Wake, WriteId};
 use connection::{Connection, Progress};
 use landing::Landings;
 use pacing::{Pacer, Sample};
-use poller::{Poller, Ready};
 use std::collections::VecDeque;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -155,11 +154,6 @@ impl Tcp {
             tcp.peers.push(Peer { state: State::Connected, connections, pacer: Pacer::default() });
         }
         Ok(tcp)
-    }
-
-    /// Its sockets. A forked child closes its copies: peers notice a death only when the last one is closed.
-    pub fn sockets(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.connections.iter().flatten().map(|connection| connection.socket.as_fd())
     }
 
     /// The connection that a frame for `peer` goes out on; `None` if the peer is gone.
@@ -414,6 +408,10 @@ impl Transport for Tcp {
 
     fn waker(&self) -> Arc<dyn Wake> {
         self.poller.waker()
+    }
+
+    fn sockets(&self) -> Vec<BorrowedFd<'_>> {
+        self.connections.iter().flatten().map(|connection| connection.socket.as_fd()).collect()
     }
 
     fn close(&mut self, deadline: Duration) {

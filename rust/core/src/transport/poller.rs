@@ -6,7 +6,7 @@ use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::io::Errno;
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -50,7 +50,7 @@ impl Poller {
     }
 
     /// Closing the socket removes it again.
-    pub fn add(&self, socket: &OwnedFd, index: usize) -> io::Result<()> {
+    pub fn add(&self, socket: impl AsFd, index: usize) -> io::Result<()> {
         let interest = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
         Ok(epoll::add(&self.epoll, socket, EventData::new_u64(index as u64), interest)?)
     }

@@ -1,0 +1,563 @@
+//! InfiniBand verbs: reliable connections, over which data is written where the peer wants it.
+//!
+//! Per peer there are two queue pairs, one per lane, so that urgent messages never stand behind bulk. Control frames are
+//! sends into receives that are always posted; the sender never has more of them under way than the peer has room for.
+//! Data is an RDMA write with an immediate, against the peer's grant, whose key is (address, rkey and a number of the
+//! landing area); the immediate brings that number back and so tells the peer that the data is there. No processor
+//! touches it on the way.
+//!
+//! The authenticated stream from the bootstrap stays open: a peer that dies while we only wait for its data is noticed by
+//! the end of that stream. Completions are polled, and waited for through a completion channel when there are none.
+//!
+//! What is taken back (`withdraw`) while a peer may still be writing is deregistered: a late write then fails at the
+//! peer, which loses its connection with this rank; its memory and ours stay as they are.
+
+mod channel;
+mod frames;
+mod registry;
+mod setup;
+
+use crate::bootstrap::wire::Patience;
+use crate::error::{Error, Result};
+use crate::transport::poller::{Poller, Ready};
+use crate::transport::tcp::socket;
+use crate::transport::{Event, LandingKey, Lane, MAX_CONTROL_BYTES, RawSpan, Transport, Wake, WriteId};
+use channel::{Channel, Ended, GOODBYE, RECEIVE, Request};
+use frames::Frames;
+use mdas_verbs::choose::Choice;
+use mdas_verbs::sys::Sge;
+use mdas_verbs::{
+    AsyncEvent, Completion, CompletionChannel, CompletionQueue, Context, Outcome, ProtectionDomain, explain,
+};
+use registry::Registry;
+use std::any::Any;
+use std::collections::HashMap;
+use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+/// Receives posted per peer for control frames, and for the news of urgent writes.
+const FRAMES: usize = 32;
+/// Control frames that may be under way to a peer: the rest is for news, and for frames that only return credit.
+const CREDIT: u32 = 20;
+/// A peer is told of so many frames taken in, if nothing is sent to it anyway.
+const OWED: u32 = 8;
+/// Receives posted per peer for the news of bulk writes. With fewer than are written the sender is told to wait.
+const NEWS: usize = 64;
+/// Buffers for sending frames that are too long to be inline.
+const SEND_BUFFERS: usize = 64;
+/// Completions that are looked at before anything else.
+const BATCH: usize = 64;
+/// So long completions are polled for before we sleep.
+const SPIN: Duration = Duration::from_micros(20);
+/// So long a cancelled write may take to finish by itself.
+const GRACE: Duration = Duration::from_millis(20);
+/// Longest sleep within [`Transport::close`].
+const CLOSING_TURN: Duration = Duration::from_millis(5);
+
+const CHANNEL: usize = usize::MAX >> 1;
+const DEVICE: usize = CHANNEL - 1;
+
+/// How a [`Verbs`] works.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Device, port and GID.
+    pub choice: Choice,
+    /// A packet is sent again after 4.096 us * 2^timeout without an answer, ...
+    pub timeout: u8,
+    /// ... so many times, before the connection is given up.
+    pub retry_count: u8,
+    /// Traffic class (RoCE: type of service).
+    pub traffic_class: u8,
+    /// Service level.
+    pub service_level: u8,
+    /// May the device make writes visible in any order before their completion?
+    pub relaxed_ordering: bool,
+    /// Largest write, in bytes.
+    pub chunk_bytes: usize,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Connected,
+    Departed,
+    Lost,
+}
+
+struct Peer {
+    state: State,
+    stream: Option<OwnedFd>,
+    /// By lane; `None` for our own rank, and once it is gone.
+    channels: Option<[Channel; 2]>,
+}
+
+struct Landing {
+    peer: usize,
+    memory: RawSpan,
+}
+
+/// The verbs transport.
+///
+/// A write to a peer that is lost or departed is dropped: there will be no `Sent`, and its source is not read any more.
+pub struct Verbs {
+    // Queue pairs go before the memory that is posted on them.
+    peers: Vec<Peer>,
+    frames: Frames,
+    registry: Registry,
+    queue: Arc<CompletionQueue>,
+    context: Arc<Context>,
+    choice: Choice,
+    chunk_bytes: usize,
+    rank: usize,
+    /// Peer and lane of every queue pair.
+    numbers: HashMap<u32, (usize, Lane)>,
+    /// Exposed, by immediate; `None` once withdrawn.
+    landings: HashMap<u32, Option<Landing>>,
+    next_landing: u32,
+    poller: Poller,
+    /// What happened while nobody asked.
+    backlog: Vec<Event>,
+    completions: Vec<Completion>,
+    closing: bool,
+}
+
+impl Verbs {
+    /// Connects with all other ranks over these streams, in the order of ranks (`None` for `rank`); they stay open.
+    ///
+    /// `keep_going` is asked at least every 100 ms; false ends the wait with [`Error::Closed`].
+    ///
+    /// # Errors
+    /// [`Error::Configuration`] says which verb failed on which device, or which rank did not answer.
+    pub fn connect(
+        rank: usize,
+        streams: Vec<Option<TcpStream>>,
+        options: &Options,
+        deadline: Duration,
+        keep_going: &dyn Fn() -> bool,
+    ) -> Result<Verbs> {
+        let failed = |error: mdas_verbs::Error| Error::Configuration(format!("verbs: {error}"));
+        let system = |cause: std::io::Error| Error::system("verbs: preparing the connections", cause);
+        let choice = options.choice.clone();
+        let context = Context::open(&choice.device).map_err(failed)?;
+        let domain = ProtectionDomain::new(&context).map_err(failed)?;
+        let channel = CompletionChannel::new(&context).map_err(failed)?;
+        let (_, most) = context.limits().map_err(failed)?;
+        let entries = streams.len() * (2 * channel::SENDS + FRAMES + NEWS);
+        if entries > most {
+            return Err(Error::Configuration(format!(
+                "verbs: {} ranks need a completion queue of {entries} entries, but {} has at most {most}",
+                streams.len(),
+                choice.device
+            )));
+        }
+        let queue = CompletionQueue::new(&channel, entries).map_err(failed)?;
+        let frames = Frames::new(&domain, streams.len() * FRAMES, SEND_BUFFERS)?;
+        let mut channels = Vec::new();
+        for stream in &streams {
+            channels.push(match stream {
+                Some(_) => Some(setup::channels(&domain, &queue, options)?),
+                None => None,
+            });
+        }
+        let patience = Patience { deadline: Instant::now() + deadline, keep_going };
+        setup::connect(rank, &streams, &mut channels, &frames, options, &patience)?;
+        let poller = Poller::new().map_err(system)?;
+        poller.add(channel.descriptor(), CHANNEL).map_err(system)?;
+        poller.add(context.events(), DEVICE).map_err(system)?;
+        let mut peers = Vec::new();
+        let mut numbers = HashMap::new();
+        for (peer, (stream, channels)) in streams.into_iter().zip(channels).enumerate() {
+            let stream = stream.map(|stream| socket::prepare(stream, true)).transpose().map_err(system)?;
+            if let Some(stream) = &stream {
+                poller.add(stream, peer).map_err(system)?;
+            }
+            for (lane, channel) in [Lane::Urgent, Lane::Bulk].into_iter().zip(channels.iter().flatten()) {
+                numbers.insert(channel.pair.number(), (peer, lane));
+            }
+            peers.push(Peer { state: State::Connected, stream, channels });
+        }
+        let registry = Registry::new(domain, options.relaxed_ordering);
+        Ok(Verbs {
+            peers,
+            frames,
+            registry,
+            queue,
+            context,
+            choice,
+            chunk_bytes: options.chunk_bytes,
+            rank,
+            numbers,
+            landings: HashMap::new(),
+            next_landing: 0,
+            poller,
+            backlog: Vec::new(),
+            completions: Vec::new(),
+            closing: false,
+        })
+    }
+
+    fn channel(&mut self, peer: usize, lane: Lane) -> Option<&mut Channel> {
+        self.peers.get_mut(peer)?.channels.as_mut().map(|channels| &mut channels[lane as usize])
+    }
+
+    /// Posts what there is room for. A verb that fails means that the connection is broken.
+    fn pump(&mut self, peer: usize, lane: Lane, events: &mut Vec<Event>) {
+        let Peer { channels: Some(channels), .. } = &mut self.peers[peer] else { return };
+        if let Err(error) = channels[lane as usize].pump(&mut self.frames) {
+            self.lose(peer, error.to_string(), events);
+        }
+    }
+
+    /// `pump` from calls that report nothing: what happens is told by the next poll.
+    fn pump_later(&mut self, peer: usize, lane: Lane) {
+        let mut events = std::mem::take(&mut self.backlog);
+        self.pump(peer, lane, &mut events);
+        self.backlog = events;
+    }
+
+    /// Takes completions in until there are none; returns whether there were any.
+    fn drain(&mut self, events: &mut Vec<Event>) -> Result<bool> {
+        let mut any = false;
+        loop {
+            let mut completions = std::mem::take(&mut self.completions);
+            let polled = self.queue.poll(BATCH, &mut completions);
+            for completion in completions.drain(..) {
+                self.complete(completion, events);
+            }
+            self.completions = completions;
+            let count = polled.map_err(|error| Error::system("verbs", error))?;
+            any |= count > 0;
+            if count < BATCH {
+                return Ok(any);
+            }
+        }
+    }
+
+    fn complete(&mut self, completion: Completion, events: &mut Vec<Event>) {
+        // Of a queue pair that is gone there may be some left.
+        let Some(&(peer, lane)) = self.numbers.get(&completion.queue_pair) else { return };
+        let frames = &mut self.frames;
+        let Peer { channels: Some(channels), .. } = &mut self.peers[peer] else { return };
+        let channel = &mut channels[lane as usize];
+        match completion.outcome {
+            Outcome::Sent => {
+                channel.finish(completion.id, frames, |ended| {
+                    if let Ended::Write(id) = ended {
+                        events.push(Event::Sent { id });
+                    }
+                });
+                self.pump(peer, lane, events);
+            }
+            Outcome::Received { bytes, immediate } => {
+                let buffer = (completion.id & !RECEIVE) as usize;
+                if immediate & GOODBYE != 0 {
+                    channel.goodbye = true;
+                } else {
+                    channel.credit = channel.credit.saturating_add(immediate);
+                }
+                if bytes > 0 {
+                    channel.owed += 1;
+                    events.push(Event::Control { peer, frame: frames.message(buffer, bytes as usize) });
+                }
+                if channels.iter().all(|channel| channel.goodbye) {
+                    return self.depart(peer, events);
+                }
+                self.receive_again(peer, lane, completion.id, events);
+                self.pump(peer, lane, events);
+                let returned = self.channel(peer, lane).map(|channel| channel.return_credit(OWED));
+                if let Some(Err(error)) = returned {
+                    self.lose(peer, error.to_string(), events);
+                }
+            }
+            Outcome::Written { bytes, immediate } => {
+                match self.landings.remove(&immediate) {
+                    Some(Some(landing)) if landing.peer == peer && landing.memory.len == bytes as usize => {
+                        let key = self.key(immediate, landing.memory);
+                        events.push(Event::Arrived { peer, key });
+                    }
+                    Some(None) => {} // withdrawn, and written before that
+                    _ => {
+                        let cause = format!(
+                            "protocol error: {bytes} bytes for landing area {immediate}, which it was not offered"
+                        );
+                        return self.lose(peer, cause, events);
+                    }
+                }
+                self.receive_again(peer, lane, completion.id, events);
+            }
+            Outcome::Failed { status, vendor } => {
+                let Choice { device, port, gid, .. } = &self.choice;
+                let gid = std::net::Ipv6Addr::from(*gid);
+                let cause = format!(
+                    "{} (status {status}, vendor error {vendor:#x}) on {device} port {port}, GID {gid}",
+                    explain(status)
+                );
+                self.lose(peer, cause, events);
+            }
+        }
+    }
+
+    fn receive_again(&mut self, peer: usize, lane: Lane, id: u64, events: &mut Vec<Event>) {
+        let piece = (lane == Lane::Urgent).then(|| self.frames.piece((id & !RECEIVE) as usize));
+        let Some(channel) = self.channel(peer, lane) else { return };
+        // SAFETY: the completion of this receive has been seen, and its message taken out: the buffer is free again.
+        if let Err(error) = unsafe { channel.pair.receive(id, piece) } {
+            self.lose(peer, error.to_string(), events);
+        }
+    }
+
+    /// Names a landing area towards the peer; the same every time as long as it is registered.
+    fn key(&self, number: u32, memory: RawSpan) -> LandingKey {
+        let rkey = self.registry.keys(memory).map_or(0, |(_, rkey)| rkey);
+        LandingKey([memory.ptr as u64, u64::from(rkey) << 32 | u64::from(number)])
+    }
+
+    /// Ends the connection with a peer: afterwards the device neither reads nor writes for it.
+    fn disconnect(&mut self, peer: usize) {
+        if let Some(channels) = self.peers[peer].channels.take() {
+            for channel in channels {
+                self.numbers.remove(&channel.pair.number());
+                channel.abandon(&mut self.frames);
+            }
+        }
+        self.landings.retain(|_, landing| landing.as_ref().is_some_and(|landing| landing.peer != peer));
+        self.peers[peer].stream = None;
+    }
+
+    fn lose(&mut self, peer: usize, cause: String, events: &mut Vec<Event>) {
+        self.disconnect(peer);
+        if self.peers[peer].state == State::Connected {
+            self.peers[peer].state = State::Lost;
+            events.push(Event::Lost { peer, cause });
+        }
+    }
+
+    fn depart(&mut self, peer: usize, events: &mut Vec<Event>) {
+        self.peers[peer].state = State::Departed;
+        events.push(Event::Departed { peer });
+        // Our goodbye may still be on its way, if we are leaving, too.
+        if !self.closing {
+            self.disconnect(peer);
+        }
+    }
+
+    /// The peer's stream has something: it can only be its end.
+    fn listen(&mut self, peer: usize, events: &mut Vec<Event>) -> Result<()> {
+        let Some(stream) = &self.peers[peer].stream else { return Ok(()) };
+        let mut byte = [0];
+        let cause = match rustix::io::read(stream, &mut byte) {
+            Ok(0) => "connection closed".into(),
+            Ok(_) => "protocol error: it sent something beside its queue pairs".into(),
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return Ok(()),
+            Err(errno) => errno.to_string(),
+        };
+        // What it sent before it went is there already.
+        self.drain(events)?;
+        if self.peers[peer].state == State::Connected {
+            self.lose(peer, cause, events);
+        } else {
+            self.disconnect(peer);
+        }
+        Ok(())
+    }
+
+    fn device_event(&mut self, events: &mut Vec<Event>) -> Result<()> {
+        let name = self.choice.device.clone();
+        while let Some(event) = self.context.next_event().map_err(|error| Error::system("verbs", error))? {
+            match event {
+                AsyncEvent::PortDown(port) => log::warn!("verbs: {name} port {port} is down"),
+                AsyncEvent::PortActive(port) => log::info!("verbs: {name} port {port} is active"),
+                AsyncEvent::QueuePair(number) => {
+                    self.drain(events)?; // its requests say more
+                    if let Some(&(peer, _)) = self.numbers.get(&number) {
+                        self.lose(peer, format!("the queue pair for it on {} failed", self.choice.device), events);
+                        return self.device_event(events);
+                    }
+                }
+                AsyncEvent::Device => {
+                    return Err(Error::system("verbs", format!("the device {name} has failed")));
+                }
+                AsyncEvent::Other(_) => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits up to `wait` for completions, streams, or the waker; returns whether the waker was used.
+    fn turn(&mut self, wait: Duration, events: &mut Vec<Event>) -> Result<bool> {
+        let start = Instant::now();
+        while !wait.is_zero() && start.elapsed() < SPIN {
+            if self.drain(events)? {
+                return Ok(false);
+            }
+        }
+        self.queue.arm().map_err(|error| Error::system("verbs", error))?;
+        // What came before the queue was armed wakes nobody.
+        let wait = if self.drain(events)? { Duration::ZERO } else { wait.saturating_sub(start.elapsed()) };
+        let mut ready = Vec::new();
+        let woken = self
+            .poller
+            .wait(wait, |Ready { index, .. }| ready.push(index))
+            .map_err(|cause| Error::system("verbs: epoll_wait", cause))?;
+        for index in ready {
+            match index {
+                CHANNEL => self.queue.acknowledge().map_err(|error| Error::system("verbs", error))?,
+                DEVICE => self.device_event(events)?,
+                peer => self.listen(peer, events)?,
+            }
+        }
+        self.drain(events)?;
+        Ok(woken)
+    }
+}
+
+impl Transport for Verbs {
+    fn name(&self) -> &'static str {
+        "verbs"
+    }
+
+    fn chunk_bytes(&self, lane: Lane) -> usize {
+        match lane {
+            Lane::Urgent => self.chunk_bytes.min(64 << 10),
+            Lane::Bulk => self.chunk_bytes,
+        }
+    }
+
+    fn register(&mut self, memory: RawSpan, keeper: Weak<dyn Any + Send + Sync>) -> Result<()> {
+        self.registry.register(memory, keeper).map_err(|error| Error::system("verbs: registering memory", error))
+    }
+
+    fn expose(&mut self, peer: usize, _lane: Lane, landing: RawSpan) -> Result<LandingKey> {
+        if peer == self.rank || peer >= self.peers.len() {
+            let size = self.peers.len();
+            return Err(Error::Invalid(format!("verbs: rank {} of {size} exposes memory to rank {peer}", self.rank)));
+        }
+        if self.registry.keys(landing).is_none() {
+            return Err(Error::Invalid(format!(
+                "verbs: {} bytes at {:p} are not registered",
+                landing.len, landing.ptr
+            )));
+        }
+        let mut number = self.next_landing;
+        while self.landings.contains_key(&number) {
+            number = number.wrapping_add(1);
+        }
+        self.next_landing = number.wrapping_add(1);
+        self.landings.insert(number, Some(Landing { peer, memory: landing }));
+        Ok(self.key(number, landing))
+    }
+
+    fn withdraw(&mut self, peer: usize, key: LandingKey) {
+        let number = key.0[1] as u32;
+        let Some(landing) = self.landings.get_mut(&number) else { return };
+        if let Some(landing) = landing.take_if(|landing| landing.peer == peer) {
+            self.registry.revoke(landing.memory);
+        }
+    }
+
+    fn control(&mut self, peer: usize, frame: &[u8]) {
+        assert!(frame.len() <= MAX_CONTROL_BYTES, "a control frame of {} bytes", frame.len());
+        if let Some(channel) = self.channel(peer, Lane::Urgent) {
+            channel.push(Request::Frame(frame.into()));
+            self.pump_later(peer, Lane::Urgent);
+        }
+    }
+
+    fn write(&mut self, peer: usize, lane: Lane, key: LandingKey, source: RawSpan, id: WriteId) {
+        let Some((lkey, _)) = self.registry.keys(source) else {
+            let cause = format!("{} bytes at {:p} are not registered any more", source.len, source.ptr);
+            let mut events = std::mem::take(&mut self.backlog);
+            self.lose(peer, cause, &mut events);
+            self.backlog = events;
+            return;
+        };
+        let piece = Sge { addr: source.ptr as u64, length: source.len as u32, lkey };
+        let [address, rest] = key.0;
+        if let Some(channel) = self.channel(peer, lane) {
+            channel.push(Request::Write { id, piece, to: (address, (rest >> 32) as u32), immediate: rest as u32 });
+            self.pump_later(peer, lane);
+        }
+    }
+
+    fn cancel(&mut self, which: &dyn Fn(WriteId) -> bool) {
+        for channel in self.peers.iter_mut().flat_map(|peer| peer.channels.iter_mut().flatten()) {
+            channel.drop_waiting(which);
+        }
+        let mut events = std::mem::take(&mut self.backlog);
+        let end = Instant::now() + GRACE;
+        let reading = |peer: &Peer| peer.channels.iter().flatten().any(|channel| channel.reads(which));
+        while self.peers.iter().any(reading) && Instant::now() < end {
+            if self.drain(&mut events).is_err() {
+                break; // the next poll tells
+            }
+            std::thread::yield_now();
+        }
+        let slow: Vec<usize> = (0..self.peers.len()).filter(|peer| reading(&self.peers[*peer])).collect();
+        for peer in slow {
+            self.lose(peer, "an operation was given up while its data was on the way".into(), &mut events);
+        }
+        events.retain(|event| !matches!(event, Event::Sent { id } if which(*id)));
+        self.backlog = events;
+    }
+
+    fn poll(&mut self, wait: Duration, events: &mut Vec<Event>) -> Result<()> {
+        let before = events.len();
+        events.append(&mut self.backlog);
+        self.drain(events)?;
+        let deadline = Instant::now().checked_add(wait);
+        loop {
+            let left = deadline.map_or(wait, |deadline| deadline.saturating_duration_since(Instant::now()));
+            let wait = if events.len() > before { Duration::ZERO } else { left };
+            let woken = self.turn(wait, events)?;
+            events.append(&mut self.backlog);
+            if woken || events.len() > before || left.is_zero() {
+                return Ok(());
+            }
+        }
+    }
+
+    fn waker(&self) -> Arc<dyn Wake> {
+        self.poller.waker()
+    }
+
+    fn sockets(&self) -> Vec<BorrowedFd<'_>> {
+        self.peers.iter().filter_map(|peer| peer.stream.as_ref().map(AsFd::as_fd)).collect()
+    }
+
+    fn close(&mut self, deadline: Duration) {
+        self.closing = true;
+        let mut events = Vec::new();
+        for peer in 0..self.peers.len() {
+            if self.peers[peer].state == State::Connected {
+                for lane in [Lane::Urgent, Lane::Bulk] {
+                    if let Some(channel) = self.channel(peer, lane) {
+                        channel.push(Request::Goodbye);
+                    }
+                    self.pump(peer, lane, &mut events);
+                }
+            }
+        }
+        let end = Instant::now() + deadline;
+        let busy = |peer: &Peer| {
+            peer.state == State::Connected && peer.channels.iter().flatten().any(|channel| !channel.idle())
+        };
+        while self.peers.iter().any(busy) {
+            let now = Instant::now();
+            if now >= end {
+                let late: Vec<usize> = (0..self.peers.len()).filter(|peer| busy(&self.peers[*peer])).collect();
+                log::warn!("verbs: closing without an answer from ranks {late:?} within {deadline:?}");
+                break;
+            }
+            if let Err(error) = self.turn((end - now).min(CLOSING_TURN), &mut events) {
+                log::warn!("{error}");
+                break;
+            }
+            events.clear();
+        }
+        for peer in 0..self.peers.len() {
+            self.disconnect(peer);
+        }
+        self.landings.clear();
+    }
+}
