@@ -47,6 +47,7 @@ __all__ = [
     "start_logging",
     "times",
     "transposed_times",
+    "try_verbs",
     "verbs_devices",
 ]
 
@@ -309,6 +310,7 @@ class VerbsOptions:
         cls, choice: VerbsChoice, timeout: int, retry_count: int, traffic_class: int, service_level: int
     ) -> VerbsOptions: ...
 
+def try_verbs(device: str, nbytes: int) -> None: ...
 def verbs_devices() -> list[VerbsDevice]: ...
 def choose_verbs(
     devices: Sequence[VerbsDevice],

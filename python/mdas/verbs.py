@@ -14,6 +14,9 @@ from mdas.settings import VerbsSettings
 
 _SYSFS = Path("/sys")
 
+_TRIED_BYTES = 16 << 20
+"""Registered to see whether a training could: its first two buckets take as much, with two slots each."""
+
 
 @dataclass(frozen=True)
 class Offer:
@@ -41,10 +44,10 @@ def choose(settings: VerbsSettings, address: str | None, local_rank: int) -> _co
         local_rank: this rank's place among those of its host.
 
     Raises:
-        ConfigurationError: no port of this host will do; gives the reason for each.
-        Error: there is no libibverbs, or it or a device does not work.
+        ConfigurationError: there is no libibverbs, no port will do (with the reason for each), or the one chosen does
+            not work, for want of memory that may be locked, say.
     """
-    return _core.choose_verbs(
+    choice = _core.choose_verbs(
         _core.verbs_devices(),
         settings.device,
         settings.port,
@@ -54,6 +57,8 @@ def choose(settings: VerbsSettings, address: str | None, local_rank: int) -> _co
         numa_node(),
         gpu_path(),
     )
+    _core.try_verbs(choice.device, _TRIED_BYTES)
+    return choice
 
 
 def offer(settings: VerbsSettings, address: str, local_rank: int) -> tuple[_core.VerbsChoice | None, Offer | str]:

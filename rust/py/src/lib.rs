@@ -34,7 +34,7 @@ mod _core {
     use super::memory::Memory;
     #[pymodule_export]
     use super::verbs::{
-        VerbsChoice, VerbsDevice, VerbsGid, VerbsOptions, VerbsPort, choose_verbs, verbs_devices, verbs_live,
+        VerbsChoice, VerbsDevice, VerbsGid, VerbsOptions, VerbsPort, choose_verbs, try_verbs, verbs_devices, verbs_live,
     };
     #[pymodule_export]
     use super::view::View;

@@ -249,6 +249,13 @@ pub(crate) fn verbs_devices(py: Python<'_>) -> PyResult<Vec<VerbsDevice>> {
     Ok(found.into_iter().map(VerbsDevice::from).collect())
 }
 
+/// Opens a device and registers `nbytes` of memory with it, to see whether a job could.
+#[pyfunction]
+pub(crate) fn try_verbs(py: Python<'_>, device: &str, nbytes: usize) -> PyResult<()> {
+    let tried = py.detach(|| mdas_verbs::probe(device, nbytes));
+    tried.map_err(|error| errors::to_python(py, &Error::Configuration(error.to_string())))
+}
+
 /// Objects of libibverbs that this process has, by kind: none but between `init` and `shutdown`.
 #[pyfunction]
 pub(crate) fn verbs_live() -> BTreeMap<&'static str, usize> {

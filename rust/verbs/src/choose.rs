@@ -148,9 +148,6 @@ fn usable_gid<'a>(device: &Device, port: &'a Port, request: &Request) -> Result<
         PortState::Init => return Err("no subnet manager has configured it: is one running?".into()),
         state => return Err(format!("its state is {state}, not active")),
     }
-    if port.link_layer == LinkLayer::InfiniBand && port.lid == 0 && !port.grh_required {
-        return Err("it has no LID: is a subnet manager running?".into());
-    }
     if let Some(index) = request.gid_index {
         return port.gids.iter().find(|gid| gid.index == index).ok_or_else(|| {
             format!("MDAS_IB_GID_INDEX={index}: its GID table has no such entry, but {}", gid::list(&port.gids))
@@ -200,7 +197,8 @@ fn choice(chosen: &Candidate<'_>, why: String) -> Choice {
         gid_kind: gid.kind,
         link_layer: port.link_layer,
         lid: port.lid,
-        grh_required: port.grh_required || port.link_layer == LinkLayer::Ethernet,
+        // An active port without LID (Ethernet, some virtual functions) is reached by GID only.
+        grh_required: port.grh_required || port.lid == 0,
         mtu: port.active_mtu,
         why,
         warnings: gid::warning(gid).into_iter().collect(),
@@ -227,6 +225,7 @@ fn why(chosen: &Candidate<'_>, usable: usize, equal: usize, request: &Request) -
     }
     reasons.push(match (request.gid_index, chosen.port.link_layer) {
         (Some(_), _) => "GID as MDAS_IB_GID_INDEX says".into(),
+        (None, LinkLayer::InfiniBand) if chosen.port.lid == 0 => "without LID, addressed by GID".into(),
         (None, LinkLayer::InfiniBand) => format!("addressed by LID {}", chosen.port.lid),
         (None, LinkLayer::Ethernet) => gid::description(chosen.gid, request.route).into(),
     });

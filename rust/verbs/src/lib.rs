@@ -12,6 +12,7 @@ mod error;
 pub mod live;
 pub mod load;
 mod memory;
+mod probe;
 mod queue_pair;
 pub mod sys;
 pub mod table;
@@ -20,4 +21,5 @@ pub use completion::{Completion, CompletionChannel, CompletionQueue, Outcome, ex
 pub use context::{AsyncEvent, Context, devices};
 pub use error::{Error, Result};
 pub use memory::{Access, MemoryRegion, ProtectionDomain};
+pub use probe::probe;
 pub use queue_pair::{Capacity, Path, QueuePair, Reliability};

@@ -8,17 +8,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import recorded_devices as recorded
 
+import recorded_devices as recorded
 from mdas import _core, verbs
-from mdas.errors import InvalidArgumentError
+from mdas.errors import ConfigurationError, InvalidArgumentError
 from mdas.settings import VerbsSettings
 from mdas.verbs import Offer
 
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """This host with other devices."""
+    """This host with other devices, which nobody can open."""
+    monkeypatch.setattr(_core, "try_verbs", lambda device, nbytes: None)
     monkeypatch.setattr(verbs, "numa_node", lambda: 0)
     monkeypatch.setattr(verbs, "gpu_path", lambda: None)
     return monkeypatch
@@ -65,6 +66,20 @@ def test_a_link_local_choice_warns(host: pytest.MonkeyPatch) -> None:
     has(host, [recorded.device("rxe0", recorded.port(gids=[recorded.gid(0, "RoCE v2", "fe80::1")]))])
     (warning,) = verbs.choose(VerbsSettings(), "10.0.0.5", 0).warnings
     assert "link-local" in warning
+
+
+def test_a_device_that_does_not_work_is_no_offer(host: pytest.MonkeyPatch) -> None:
+    def refuse(device: str, nbytes: int) -> None:
+        raise ConfigurationError(f"{device}: no memory for {nbytes} bytes")
+
+    has(host, recorded.rxe("10.0.0.5"))
+    host.setattr(_core, "try_verbs", refuse)
+    assert verbs.offer(VerbsSettings(), "10.0.0.5", 0) == (None, "rxe0: no memory for 16777216 bytes")
+
+
+def test_trying_a_device_that_does_not_exist_says_so() -> None:
+    with pytest.raises(ConfigurationError, match=r"nosuch0|ibv_get_device_list|cannot load"):
+        _core.try_verbs("nosuch0", 4096)
 
 
 def test_words_that_are_in_no_table_are_refused() -> None:

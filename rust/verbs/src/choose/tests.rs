@@ -190,7 +190,6 @@ fn every_unusable_port_says_why() {
         (one(state(PortState::Armed)), "its state is armed, not active"),
         (one(state(PortState::ActiveDefer)), "its state is failing, not active"),
         (one(state(PortState::Unknown)), "its state is unknown, not active"),
-        (one(state(PortState::Active)), "it has no LID: is a subnet manager running?"),
         (one(Port { gids: vec![], ..infiniband(1, 5) }), "its GID table is empty"),
         (one(ethernet(1, vec![])), "its GID table is empty: is its network interface up, and has it an address?"),
         (speaks(Protocol::Iwarp), "it speaks iWARP, and mdas needs InfiniBand or RoCE"),
@@ -206,10 +205,10 @@ fn every_unusable_port_says_why() {
 }
 
 #[test]
-fn a_virtual_function_without_lid_uses_global_routes() {
-    let port = Port { grh_required: true, ..infiniband(1, 0) };
-    let choice = choose(&[device("mlx5_4", None, vec![port])], &plain()).unwrap();
+fn a_virtual_function_without_lid_is_addressed_by_gid() {
+    let choice = choose(&[device("mlx5_4", None, vec![infiniband(1, 0)])], &plain()).unwrap();
     assert!(choice.grh_required);
+    assert_eq!(choice.why, "the only usable port, without LID, addressed by GID");
 }
 
 #[test]
