@@ -48,6 +48,7 @@ __all__ = [
     "times",
     "transposed_times",
     "verbs_devices",
+    "verbs_live",
 ]
 
 __version__: Final[str]
@@ -310,6 +311,7 @@ class VerbsOptions:
     ) -> VerbsOptions: ...
 
 def verbs_devices() -> list[VerbsDevice]: ...
+def verbs_live() -> dict[str, int]: ...
 def choose_verbs(
     devices: Sequence[VerbsDevice],
     wanted: str | None = None,
