@@ -49,6 +49,7 @@ __all__ = [
     "transposed_times",
     "try_verbs",
     "verbs_devices",
+    "verbs_live",
 ]
 
 __version__: Final[str]
@@ -312,6 +313,7 @@ class VerbsOptions:
 
 def try_verbs(device: str, nbytes: int) -> None: ...
 def verbs_devices() -> list[VerbsDevice]: ...
+def verbs_live() -> dict[str, int]: ...
 def choose_verbs(
     devices: Sequence[VerbsDevice],
     wanted: str | None = None,

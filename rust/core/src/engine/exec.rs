@@ -5,7 +5,8 @@
 //! their turn and grants their messages a landing area at once, `WINDOW` messages deep. A message that is
 //! merely stored (not reduced, not converted) lands in its final place.
 
-use super::call::{Call, Fingerprint, HeapBytes, Region};
+use super::call::{Call, Fingerprint};
+use super::memory::{HeapBytes, Region};
 use super::protocol::{Frame, OpKey};
 use super::wires::{INLINE_BYTES, Wires};
 use super::work::{WorkState, monotonic_ns};

@@ -10,6 +10,7 @@ mod call;
 mod driver;
 mod exec;
 mod inquiry;
+mod memory;
 mod progress;
 mod protocol;
 mod wires;
@@ -18,8 +19,9 @@ mod work;
 #[cfg(test)]
 mod tests;
 
-pub use call::{Call, Fingerprint, GroupId, HeapBytes, Region};
+pub use call::{Call, Fingerprint, GroupId};
 use call::{hash_purpose, hash_ranks};
+pub use memory::{HeapBytes, Region};
 pub use wires::Counters;
 pub use work::{Times, Work, monotonic_ns};
 

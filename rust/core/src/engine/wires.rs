@@ -1,6 +1,6 @@
 //! The transport as operations see it: peers with their state, inline credit, landing buffers.
 
-use super::call::HeapBytes;
+use super::memory::HeapBytes;
 use super::protocol::{Frame, OpKey};
 use crate::error::{Error, Result};
 use crate::transport::{LandingKey, Lane, RawSpan, Transport, WriteId};

@@ -39,6 +39,9 @@ pub struct RawSpan {
 // or has confirmed `withdraw`/`cancel`.
 unsafe impl Send for RawSpan {}
 
+/// Can be upgraded as long as some memory is in place.
+pub type Keeper = Weak<dyn Any + Send + Sync>;
+
 /// Names a landing area towards the peer: what a grant carries (TCP: a landing number;
 /// verbs: remote address and rkey). Opaque to all but the transport that made it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -104,7 +107,7 @@ pub trait Transport: Send {
 
     /// Prepares memory from which writes will be made, or in which landing areas will lie: it stays prepared as long as
     /// `keeper` is alive, which the memory's owner keeps. Most transports have nothing to prepare.
-    fn register(&mut self, _memory: RawSpan, _keeper: Weak<dyn Any + Send + Sync>) -> Result<()> {
+    fn register(&mut self, _memory: RawSpan, _keeper: Keeper) -> Result<()> {
         Ok(())
     }
 

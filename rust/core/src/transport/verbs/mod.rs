@@ -21,7 +21,7 @@ use crate::bootstrap::wire::Patience;
 use crate::error::{Error, Result};
 use crate::transport::poller::{Poller, Ready};
 use crate::transport::tcp::socket;
-use crate::transport::{Event, LandingKey, Lane, MAX_CONTROL_BYTES, RawSpan, Transport, Wake, WriteId};
+use crate::transport::{Event, Keeper, LandingKey, Lane, MAX_CONTROL_BYTES, RawSpan, Transport, Wake, WriteId};
 use channel::{Channel, Ended, GOODBYE, RECEIVE, Request};
 use frames::Frames;
 use mdas_verbs::choose::Choice;
@@ -30,11 +30,10 @@ use mdas_verbs::{
     AsyncEvent, Completion, CompletionChannel, CompletionQueue, Context, Outcome, ProtectionDomain, explain,
 };
 use registry::Registry;
-use std::any::Any;
 use std::collections::HashMap;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Receives posted per peer for control frames, and for the news of urgent writes.
@@ -424,7 +423,7 @@ impl Transport for Verbs {
         }
     }
 
-    fn register(&mut self, memory: RawSpan, keeper: Weak<dyn Any + Send + Sync>) -> Result<()> {
+    fn register(&mut self, memory: RawSpan, keeper: Keeper) -> Result<()> {
         self.registry.register(memory, keeper).map_err(|error| Error::system("verbs: registering memory", error))
     }
 

@@ -1,14 +1,13 @@
 //! The memory that the device knows.
 
-use crate::transport::RawSpan;
+use crate::transport::{Keeper, RawSpan};
 use mdas_verbs::{Access, MemoryRegion, ProtectionDomain, Result};
-use std::any::Any;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 struct Entry {
     region: MemoryRegion,
     /// Registered as long as one of them lives: afterwards the addresses may belong to other memory.
-    keepers: Vec<Weak<dyn Any + Send + Sync>>,
+    keepers: Vec<Keeper>,
 }
 
 /// Registrations, each as long as somebody keeps its memory.
@@ -23,7 +22,7 @@ impl Registry {
         Registry { domain, access: Access { remote_write: true, relaxed_ordering }, entries: Vec::new() }
     }
 
-    pub fn register(&mut self, memory: RawSpan, keeper: Weak<dyn Any + Send + Sync>) -> Result<()> {
+    pub fn register(&mut self, memory: RawSpan, keeper: Keeper) -> Result<()> {
         self.entries.retain_mut(|entry| {
             entry.keepers.retain(|keeper| keeper.strong_count() > 0);
             !entry.keepers.is_empty()
