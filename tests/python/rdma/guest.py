@@ -1,0 +1,337 @@
+"""Runs in a virtual machine with an RDMA device: one scenario on each of two hosts, which are ranks 0 and 1.
+
+    python guest.py SCENARIO...      each in a process of its own; writes $LAB_OUT/SCENARIO.json
+
+A scenario returns what the tests look at. A torch-free one imports in seconds, torch takes minutes in here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+HOST = int(os.environ.get("LAB_HOST", "0"))
+NIC = os.environ.get("LAB_NIC", "")
+LIMIT = {"training": 900.0}
+"""Seconds for a scenario, if not 300."""
+PORT = 29500
+
+Result = dict[str, Any]
+SCENARIOS: dict[str, Callable[[], Result]] = {}
+
+
+def scenario(body: Callable[[], Result]) -> Callable[[], Result]:
+    """Registers it by its name."""
+    SCENARIOS[body.__name__] = body
+    return body
+
+
+@contextlib.contextmanager
+def job(transport: str, timeout: float = 60.0) -> Iterator[Any]:
+    """`mdas` as this host's rank."""
+    import mdas
+
+    ranks = {"RANK": str(HOST), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(ranks | {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": str(PORT)})
+    mdas.init(transport=transport, timeout=timeout)
+    try:
+        yield mdas
+    finally:
+        mdas.shutdown()
+
+
+def alone() -> None:
+    """Joins a job of one rank, and leaves it."""
+    import mdas
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    mdas.init()
+    mdas.shutdown()
+
+
+def left() -> Result:
+    """What this process has open."""
+    from mdas import _core
+
+    return {
+        "verbs": _core.verbs_live(),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+    }
+
+
+def tc(*words: str) -> None:
+    """Changes how packets leave this host."""
+    subprocess.run(["tc", "qdisc", *words[:1], "dev", NIC, "root", *words[1:]], check=True, timeout=20)
+
+
+def digest(*arrays: Any) -> str:
+    """Of their bytes."""
+    whole = hashlib.sha256()
+    for array in arrays:
+        whole.update(array.tobytes())
+    return whole.hexdigest()
+
+
+def collectives(mdas: Any) -> dict[str, str]:
+    """Digests of what every operation gives."""
+    import numpy as np
+
+    random = np.random.default_rng(7 + HOST)
+    found = {}
+    for name in ("float32", "float16", "float64", "int32"):
+        for count in (0, 1, 3, 1000, 5000, 300_001):
+            values = random.integers(-50, 50, count).astype(name) / np.asarray(8 if "float" in name else 1, name)
+            values = values.astype(name)
+            kept = values.copy()
+            total = mdas.allreduce(values, out=np.empty_like(values))
+            best = mdas.allreduce(values, op="max", out=np.empty_like(values))
+            root = mdas.broadcast(values.copy(), root=1)
+            both = mdas.allgather(values)
+            pair = mdas.reduce_scatter(np.concatenate([values, values]))
+            assert np.array_equal(values, kept)
+            found[f"{name} {count}"] = digest(total, best, root, both, pair)
+    mdas.barrier()
+    return found
+
+
+@scenario
+def exactness() -> Result:
+    """Every operation over verbs and over TCP, for the ring and the tree, and what is left afterwards."""
+    out: Result = {"digests": {}, "left": []}
+    with job("verbs"):
+        pass
+    out["left"].append(left())
+    for transport in ("verbs", "tcp", "verbs"):
+        for algorithm in ("", "ring", "tree"):
+            os.environ["MDAS_ALGORITHM"] = algorithm
+            with job(transport) as mdas:
+                out["digests"].setdefault(algorithm or "auto", []).append(collectives(mdas))
+            out["left"].append(left())
+    os.environ["MDAS_ALGORITHM"] = ""
+    return out
+
+
+@scenario
+def loss() -> Result:
+    """The network loses packets, which the devices send again."""
+    import numpy as np
+
+    out: Result = {}
+    for percent in (1, 5):
+        tc("add", "netem", "loss", f"{percent}%")
+        try:
+            with job("verbs", timeout=120.0) as mdas:
+                values = np.arange(200_000, dtype="float32") * (1 + HOST)
+                mdas.allreduce(values)
+                out[str(percent)] = bool(np.array_equal(values, np.arange(200_000, dtype="float32") * 3))
+        finally:
+            tc("del")
+    return out
+
+
+@scenario
+def killed() -> Result:
+    """Rank 1 is killed while rank 0 waits for it. Then both start anew."""
+    import numpy as np
+
+    values = np.ones(100_000, "float32")
+    if HOST == 1:
+        child = os.fork()
+        if child == 0:
+            with job("verbs") as mdas:
+                mdas.allreduce(values)
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+        out: Result = {}
+        alone()  # ranks count how often they have joined, and rank 0 is at its second time
+    else:
+        out = {}
+        from mdas.errors import PeerLostError
+
+        with job("verbs") as mdas:
+            mdas.allreduce(values)
+            start = time.monotonic()
+            try:
+                mdas.allreduce(values)
+            except PeerLostError as error:
+                out = {"error": str(error), "seconds": time.monotonic() - start}
+        out["left"] = left()
+    with job("verbs") as mdas:
+        out["again"] = float(mdas.allreduce(np.ones(100_000, "float32"))[-1])
+    out["after"] = left()
+    return out
+
+
+@scenario
+def link_down() -> Result:
+    """The link of host 1 goes down for longer than the devices try, in the middle of allreduces."""
+    import numpy as np
+
+    from mdas.errors import Error
+
+    os.environ.update(MDAS_IB_TIMEOUT="14", MDAS_IB_RETRY_COUNT="3")
+    values, out = np.ones(2_000_000, "float32"), Result()
+    with job("verbs", timeout=60.0) as mdas:
+        mdas.allreduce(values)
+        cut = threading.Timer(0.5, lambda: subprocess.run(["ip", "link", "set", NIC, "down"], check=True, timeout=20))
+        if HOST == 1:
+            cut.start()
+        start = time.monotonic()
+        try:
+            while time.monotonic() - start < 90:
+                mdas.allreduce(values)
+        except Error as error:
+            out = {"error": str(error), "kind": type(error).__name__, "seconds": time.monotonic() - start}
+        cut.join(30) if HOST == 1 else None
+    if HOST == 1:
+        subprocess.run(["ip", "link", "set", NIC, "up"], check=True, timeout=20)
+    out["left"] = left()
+    with job("verbs") as mdas:
+        out["again"] = float(mdas.allreduce(np.ones(100_000, "float32"))[-1])
+    out["after"] = left()
+    return out
+
+
+@scenario
+def memlock() -> Result:
+    """Without the right to lock memory, and 64 KiB of it allowed; and that TCP is taken instead where it may be."""
+    out: Result = {}
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+    program = "import sys; sys.path.insert(0, {!r}); import guest; guest.print_init({!r})"
+    for transport in ("verbs", "tcp"):
+        words = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", sys.executable, "-c"]
+        words.append(program.format(str(Path(__file__).parent), transport))
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+        out[transport] = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-500:]
+    return out
+
+
+def print_init(transport: str) -> None:
+    """For `memlock`: joins, adds up, and says how that went."""
+    import numpy as np
+
+    from mdas.errors import Error
+
+    try:
+        with job(transport, timeout=30.0) as mdas:
+            print("sum", float(mdas.allreduce(np.ones(1_000_000, "float32"))[-1]))
+    except Error as error:
+        print(f"{type(error).__name__}: {error}")
+
+
+@scenario
+def doctor() -> Result:
+    """What `mdas doctor` says, and the tables, as pyverbs sees them."""
+    from mdas import _core
+
+    done = subprocess.run(
+        [sys.executable, "-m", "mdas.cli", "doctor"], capture_output=True, text=True, timeout=120, check=False
+    )
+    device, port = _core.verbs_devices()[0], _core.verbs_devices()[0].ports[0]
+    ours = {
+        "name": device.name,
+        "guid": ":".join(f"{device.guid:016x}"[k : k + 4] for k in range(0, 16, 4)),
+        "state": port.state,
+        "lid": port.lid,
+        "mtu": port.active_mtu,
+        "max_msg_size": port.max_msg_size,
+        "link_layer": port.link_layer,
+        "gids": {str(gid.index): gid.address for gid in port.gids},
+    }
+    theirs = subprocess.run(
+        ["/usr/bin/python3", "-c", PYVERBS], capture_output=True, text=True, timeout=120, check=False
+    )
+    return {
+        "text": done.stdout,
+        "status": done.returncode,
+        "ours": ours,
+        "pyverbs": theirs.stdout,
+        "stderr": theirs.stderr,
+    }
+
+
+PYVERBS = """
+import ipaddress, json
+from pyverbs.device import Context, get_device_list
+device = get_device_list()[0]
+context = Context(name=device.name.decode())
+port, attributes = context.query_port(1), context.query_device()
+gids = {}
+for index in range(port.gid_tbl_len):
+    gid = str(context.query_gid(1, index))
+    if set(gid) != {"0", ":"}:
+        gids[index] = str(ipaddress.IPv6Address(gid))
+states, layers = {4: "active", 1: "down"}, {1: "InfiniBand", 2: "Ethernet"}
+print(json.dumps({"name": device.name.decode(), "guid": str(attributes.node_guid), "state": states[port.state],
+    "link_layer": layers[port.link_layer],
+    "lid": port.lid, "mtu": 128 << port.active_mtu, "max_msg_size": port.max_msg_sz,
+    "gids": gids}))
+"""
+
+
+@scenario
+def training() -> Result:
+    """The same training over verbs and over TCP, delayed and predicted by the sketch."""
+    import torch
+
+    torch.set_num_threads(1)
+    out: Result = {}
+    for transport in ("verbs", "tcp"):
+        with job(transport, timeout=120.0) as mdas:
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Tanh(), torch.nn.Linear(96, 10))
+            inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            optimizer = mdas.DistributedOptimizer(inner, model, warmup_steps=2, bucket_mb=0.02)
+            data = torch.Generator().manual_seed(HOST)
+            for _ in range(12):
+                x = torch.randn(32, 64, generator=data)
+                y = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            with optimizer.base_weights():
+                out[transport] = digest(*(p.detach().numpy() for p in model.parameters()))
+            out[f"{transport} steps"] = optimizer.skipped_steps
+            optimizer.close()
+    return out
+
+
+def main(names: list[str]) -> int:
+    """Each scenario in a process of its own, both hosts in the same order."""
+    folder = Path(os.environ["LAB_OUT"])
+    if len(names) == 1:
+        (folder / f"{names[0]}.json").write_text(json.dumps(SCENARIOS[names[0]](), indent=1))
+        return 0
+    status = 0
+    for name in names:
+        start = time.monotonic()
+        with (folder / f"{name}.log").open("w") as log:
+            try:
+                code = subprocess.run(
+                    [sys.executable, __file__, name],
+                    stdout=log,
+                    stderr=log,
+                    timeout=LIMIT.get(name, 300.0),
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = 124
+        print(f"{name}: {code} after {time.monotonic() - start:.0f} s", flush=True)
+        status = status or code
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

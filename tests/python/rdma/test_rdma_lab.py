@@ -1,0 +1,115 @@
+"""RDMA on a real device of the kernel: two virtual machines with Soft-RoCE (see tests/rdma).
+
+All scenarios of guest.py run in one pair of machines; each test looks at what one of them has found.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(2700)
+
+ROOT = Path(__file__).parents[3]
+HERE = Path(__file__).parent
+SCENARIOS = ["exactness", "loss", "killed", "link_down", "memlock", "doctor", "training"]
+NOTHING = {"completion_queues": 0, "contexts": 0, "memory_regions": 0, "protection_domains": 0, "queue_pairs": 0}
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """What every scenario has found: `lab(name)` gives the results of both hosts."""
+    missing = [tool for tool in ("qemu-system-x86_64", "busybox", "rdma", "cpio") if shutil.which(tool) is None]
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"the RDMA laboratory needs root and {', '.join(missing) or 'nothing else'} (make setup)")
+    out = tmp_path_factory.mktemp("lab")
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    paths = f"PYTHONPATH={environment['PYTHONPATH']}" if "PYTHONPATH" in environment else "LAB=1"
+    words = [ROOT / "tests/rdma/lab", "--hosts", "2", "--cpus", "1", "--memory", "3G", "--limit", "2400", "--out", out]
+    words += ["--", "env", paths, sys.executable, "-u", HERE / "guest.py", *SCENARIOS]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=2500, cwd=ROOT, check=False)
+
+    def found(name):
+        hosts = [out / f"host{host}" for host in (0, 1)]
+        for host in hosts:
+            log = host / f"{name}.log"
+            assert (host / f"{name}.json").exists(), (
+                f"{done.stdout}\n{done.stderr}\n{log.read_text() if log.exists() else ''}"
+            )
+        return [json.loads((host / f"{name}.json").read_text()) for host in hosts]
+
+    return found
+
+
+def test_every_operation_gives_the_bits_that_tcp_gives(lab):
+    ours, theirs = lab("exactness")
+    for digests in (ours["digests"], theirs["digests"]):
+        for first, tcp, again in digests.values():
+            assert len(first) == 24
+            assert first == tcp == again
+    # Ring and tree add up in different orders, which two ranks cannot tell; and all is the same on both.
+    assert set(ours["digests"]) == {"auto", "ring", "tree"}
+
+
+def test_nothing_is_left_of_a_job(lab):
+    for host in lab("exactness"):
+        first, *others = host["left"]
+        assert len(others) == 9
+        for left in others:
+            assert left == first
+            assert left["verbs"] == NOTHING
+
+
+def test_lost_packets_change_nothing(lab):
+    for host in lab("loss"):
+        assert host == {"1": True, "5": True}
+
+
+def test_a_killed_peer_is_lost_at_once_and_a_new_job_works(lab):
+    ours, theirs = lab("killed")
+    assert "lost rank 1" in ours["error"]
+    assert ours["seconds"] < 15
+    for host in (ours, theirs):
+        assert host["again"] == 2.0
+        assert host["after"]["verbs"] == NOTHING
+    assert ours["left"]["verbs"] == NOTHING
+    assert ours["after"] == ours["left"]
+
+
+def test_a_link_that_goes_down_is_an_error_on_both_sides_and_a_new_job_works(lab):
+    for host, result in enumerate(lab("link_down")):
+        assert result["kind"] == "PeerLostError"
+        assert f"lost rank {1 - host}" in result["error"]
+        assert result["seconds"] < 90
+        assert result["again"] == 2.0
+        assert result["left"]["verbs"] == result["after"]["verbs"] == NOTHING
+        assert result["left"] == result["after"]
+    assert "on rxe0 port 1" in "".join(result["error"] for result in lab("link_down"))
+
+
+def test_too_little_lockable_memory_is_named(lab):
+    for host in lab("memlock"):
+        assert host["verbs"].startswith("ConfigurationError")
+        assert "64 KiB" in host["verbs"]
+        assert "memlock" in host["verbs"]
+        assert host["tcp"] == "sum 2.0"
+
+
+def test_the_table_is_what_pyverbs_reads(lab):
+    for host in lab("doctor"):
+        assert host["pyverbs"], host["stderr"]
+        pyverbs = json.loads(host["pyverbs"])
+        assert host["ours"] == pyverbs
+        assert "rxe0 port 1 GID 1" in host["text"]
+        assert host["status"] == 0
+
+
+def test_training_gives_the_weights_that_it_gives_over_tcp(lab):
+    ours, theirs = lab("training")
+    assert ours == theirs
+    assert ours["verbs"] == ours["tcp"]
+    assert ours["verbs steps"] == 0
