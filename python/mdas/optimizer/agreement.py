@@ -16,11 +16,15 @@ from mdas.optimizer.buckets import Vector
 TAG = 0xFFFF_0001
 
 
-def require_agreement(communicator: Communicator, lines: Sequence[str]) -> None:
+def require_agreement(
+    communicator: Communicator,
+    lines: Sequence[str],
+    remedy: str = "all ranks must build the same model, optimizer and options",
+) -> None:
     """Compares a description, line by line, with those of the other ranks.
 
     Collective. Raises MismatchError on every rank, naming the first line in which a rank differs
-    from rank 0 and what both have there.
+    from rank 0 and what both have there; `remedy`: what to do about it.
     """
     if communicator.size == 1:
         return
@@ -36,11 +40,16 @@ def require_agreement(communicator: Communicator, lines: Sequence[str]) -> None:
     for peer, theirs in enumerate(texts):
         if theirs != texts[0]:
             ours, other = _first_difference(texts[0].split("\n"), theirs.split("\n"))
-            raise MismatchError(
-                f"DistributedOptimizer: rank 0 has {ours}, but rank {peer} has {other}; all ranks must "
-                "build the same model, optimizer and options"
-            )
+            raise MismatchError(f"DistributedOptimizer: rank 0 has {ours}, but rank {peer} has {other}; {remedy}")
     raise AssertionError("digests differ, texts do not")
+
+
+def require_same_trained(communicator: Communicator, names: Sequence[str], trained: Sequence[bool], step: int) -> None:
+    """The parameters that were trained in a step are the same on all ranks. Collective, as `require_agreement`."""
+    lines = [
+        f"requires_grad={flag} for parameter {name!r} in step {step}" for name, flag in zip(names, trained, strict=True)
+    ]
+    require_agreement(communicator, lines, "freeze and unfreeze parameters on all ranks before the same backward pass")
 
 
 def require_equal(communicator: Communicator, vector: Vector, what: str) -> None:

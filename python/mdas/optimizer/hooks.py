@@ -33,6 +33,10 @@ class Round:
     """Of all ranks; complete once `works` are done."""
     used: list[bool]
     """Per parameter: has this rank a gradient? After `settle`: has any rank one?"""
+    trained: list[bool] = field(default_factory=list)
+    """Per parameter: did it require a gradient on this rank when the step was made?"""
+    alike: bool = True
+    """Did the same parameters on all ranks? Known once the tally is."""
     works: list[Work] = field(default_factory=list)
     """One per bucket launched, in bucket order."""
     tally_work: Work | None = None
@@ -70,7 +74,7 @@ class Round:
         """Waits until the tally has arrived; None if none was launched. May be called again."""
         if self.tally is None and self.tally_work is not None:
             self.tally_work.wait()
-            self.tally, self.used = exchange.read()
+            self.tally, self.used, self.alike = exchange.read()
         return self.tally
 
 

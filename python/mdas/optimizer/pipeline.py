@@ -18,6 +18,7 @@ from torch import Tensor
 from mdas.communicator import Communicator, Work
 from mdas.errors import Error, NonFiniteError
 from mdas.optimizer import kernels
+from mdas.optimizer.agreement import require_same_trained
 from mdas.optimizer.buckets import Layout, Vector
 from mdas.optimizer.hooks import Round
 from mdas.optimizer.predict import Confidence, Prediction
@@ -252,6 +253,8 @@ class Pipeline:
     def end(self) -> None:
         """As `finish`, but an average that is lost is left out."""
         self.pending = self.settled()
+        if self.pending is not None:
+            self.pending.alike = True  # there is no step to come that could differ, and ranks end when they like
         self.finish()
 
     def restart(self) -> None:
@@ -336,6 +339,9 @@ class Pipeline:
         start = time.perf_counter()
         round.settle(self.exchange)
         self._waited(start)
+        if not round.alike:
+            names = [place.name for place in self.layout.places]
+            require_same_trained(self._communicator, names, round.trained, round.number)
         assert round.tally is not None
         self.tally = round.tally
         self.all_idle = self.tally.active == 0
@@ -393,7 +399,8 @@ class Pipeline:
         if self.adaptive:
             round.shared = shared
             own.spread = kernels.squared_distance(round.gradient, shared) / self.unit**2 / self.size
-        round.tally_work = self.exchange.launch(own, round.used)
+        round.trained = [parameter.requires_grad for parameter in self.layout.parameters]
+        round.tally_work = self.exchange.launch(own, round.used, round.trained)
 
     def _predict(self, round: Round, shared: Vector, used: list[bool]) -> Change | None:
         """ghat, as what a second update is to be made with."""
