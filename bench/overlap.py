@@ -1,6 +1,6 @@
 """Exposed communication on shaped links: mdas beside DDP over Gloo, in one run.
 
-    python bench/overlap.py --hosts 2 4 --rate 1gbit
+    python bench/overlap.py --hosts 2 4 --rate 1gbit --rounds 3
 
 Both train the same model, whose passes sleep `--ratio` times mdas's pure exchange, as an accelerator
 would leave the CPU free. For mdas, exposed is the time that ranks wait; for DDP, which does not tell,
@@ -16,6 +16,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import netns
 
@@ -54,23 +56,54 @@ def ddp(mb: float, layers: int, bucket_mb: float, compute: float, iterations: in
     distributed.destroy_process_group()
 
 
-def measure(hosts: int, options: argparse.Namespace) -> list[dict[str, object]]:
-    """Rows of one network: mdas's benchmark, then DDP with the same compute time."""
+Row = dict[str, Any]
+
+
+def measure(hosts: int, options: argparse.Namespace) -> list[list[Row]]:
+    """Rows of one network, per round: mdas's benchmark, then DDP with the same compute time."""
+    with netns.Network(hosts, options.rate) as network:
+        return [once(network, options) for _ in range(options.rounds)]
+
+
+def once(network: netns.Network, options: argparse.Namespace) -> list[Row]:
+    """One round."""
     model = ["--layers", str(options.layers), "--bucket-mb", str(options.bucket_mb)]
     count = ["--iterations", str(options.iterations)]
-    with netns.Network(hosts, options.rate) as network, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         words = ["-m", "mdas.cli", "bench", "overlap", "--mb", str(options.mb), "--ratio", str(options.ratio)]
         words += ["--predict", *options.predict, *model, *count, "--json", str(report)]
         network.run([sys.executable, *words], timeout=600)
-        rows: list[dict[str, object]] = json.loads(report.read_text())["rows"]
-        compute, pure = (float(str(rows[0][name])) for name in ("compute_ms", "pure_ms"))
-        words = [__file__, "--ddp", "--compute", str(compute / 1e3), "--mb", str(options.mb), *model, *count]
-        printed = network.run([sys.executable, *words], timeout=600)
+        rows: list[Row] = json.loads(report.read_text())["rows"]
+    compute, pure = rows[0]["compute_ms"], rows[0]["pure_ms"]
+    words = [__file__, "--ddp", "--compute", str(compute / 1e3), "--mb", str(options.mb), *model, *count]
+    printed = network.run([sys.executable, *words], timeout=600)
     figures = json.loads(printed[0].splitlines()[-1])
     overall, exposed = 1e3 * figures["overall"], 1e3 * (figures["overall"] - figures["local"])
     shares = {"overlap": max(0.0, 100 * (1 - exposed / pure)), "exposed": 100 * exposed / overall}
     return [*rows, {"what": "DDP over Gloo", "overall_ms": overall, "exposed_ms": exposed, **shares}]
+
+
+def table(hosts: int, options: argparse.Namespace, rounds: list[list[Row]]) -> str:
+    """In Markdown."""
+    pure, compute = (median(rows[0][name] for rows in rounds) for name in ("pure_ms", "compute_ms"))
+    lines = [
+        (
+            f"{hosts} hosts, links of {options.rate}, {options.mb:g} MiB of gradients, pure exchange "
+            f"{pure:.0f} ms, compute {compute:.0f} ms ({len(rounds)} rounds)\n"
+        ),
+        "| | step, ms | exposed, ms | exposed, % of the step | overlap, % |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for same in zip(*rounds, strict=True):
+        columns = [("overall_ms", 0), ("exposed_ms", 1), ("exposed", 2), ("overlap", 1)]
+        cells = [_spread([row[name] for row in same], digits) for name, digits in columns]
+        lines.append(f"| {same[0]['what']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    return f"{median(values):.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ratio", type=float, default=1.05)
     parser.add_argument("--predict", nargs="+", default=["blend", "sketch"])
     parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--ddp", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--compute", type=float, help=argparse.SUPPRESS)
@@ -94,22 +128,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = {}
     for hosts in options.hosts:
         try:
-            rows = results[hosts] = measure(hosts, options)
+            results[hosts] = measure(hosts, options)
         except netns.LabError as error:
             print(error, file=sys.stderr)
             return 1
-        first = rows[0]
-        print(
-            f"{hosts} hosts, links of {options.rate}, {options.mb:g} MiB of gradients, pure exchange "
-            f"{first['pure_ms']:.0f} ms, compute {first['compute_ms']:.0f} ms\n"
-        )
-        print("| | step, ms | exposed, ms | exposed, % of the step | overlap, % |\n|---|---:|---:|---:|---:|")
-        for row in rows:
-            print(
-                f"| {row['what']} | {row['overall_ms']:.1f} | {row['exposed_ms']:.1f} | {row['exposed']:.2f} "
-                f"| {row['overlap']:.1f} |"
-            )
-        print(flush=True)
+        print(f"{table(hosts, options, results[hosts])}\n", flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0

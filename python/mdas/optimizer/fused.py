@@ -158,7 +158,12 @@ class FusedUpdate:
         weights: Sequence[Tensor] = self._layout.parameters if base is None else base.views
         plan = _Plan(self._family, self._inner.param_groups)
         counters: list[Tensor] = []
+        complete = None if prediction is None else prediction.complete
+        bucket = -1
         for i, place in enumerate(self._layout.places):
+            if complete is not None and place.bucket != bucket:
+                bucket = place.bucket
+                complete(bucket)
             parameter = place.parameter
             at = _address(weights[i], place)
             ahead = None if forward is None else _address(forward[i], place)

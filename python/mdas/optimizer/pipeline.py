@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from mdas.optimizer.agreement import require_same_trained
 from mdas.optimizer.buckets import Layout, Vector
 from mdas.optimizer.hooks import Round
 from mdas.optimizer.predict import Confidence, Prediction
-from mdas.optimizer.sketch import Sketcher
+from mdas.optimizer.sketch import Sketch, Sketcher
 from mdas.optimizer.tally import Tally, TallyExchange
 from mdas.optimizer.update import Change, Clip, Hyper, Update
 
@@ -175,12 +176,15 @@ class Pipeline:
             self.last_active = round.number
         self._contribution.active = float(not self.idle)
         self._contribution.compute = time.perf_counter() - self._ended
+        failure = None
         if self._together:
             self._step_together(round, hyper)
         else:
-            self._step_delayed(round, hyper)
+            failure = self._step_delayed(round, hyper)
         self.measured.steps += 1
         self._ended = time.perf_counter()
+        if failure is not None:
+            raise failure
 
     def norm(self, round: Round) -> float:
         """The 2-norm, out of its unit, of the newest average that is known: in a synchronous step that of this very
@@ -301,24 +305,35 @@ class Pipeline:
         self._launch_tally(round, self.history)
         self._run(None, self._arrive(round))
 
-    def _step_delayed(self, round: Round, hyper: Hyper) -> None:
+    def _step_delayed(self, round: Round, hyper: Hyper) -> BaseException | None:
+        """Returns what went wrong with the prediction, if the step is otherwise whole."""
         if self.base is None:
             self.base = self.layout.vector()
             self._update.run(None, None, self.base.views)
         real = None if self.pending is None else self._arrive(self.pending)
         round.hyper = hyper
-        shared, used = self.history, self.used
+        shared, used, rest = self.history, self.used, None
         if self.sketcher is not None:
             assert self.sketched is not None
-            shared = self.sketched
             # The same on all ranks, whether or not they have gone on with the sketch of what is now no history.
             void = self._void or (self.pending is not None and real is None)
-            used = self.sketcher.finish(round.gradient, self.history, shared, self._wait, void=void)
-            for bucket in range(len(round.works), len(self.layout.members)):
-                self._exchange(round, bucket)
+            sketch = self.sketcher.finish(round.gradient, self.history, self.sketched, self._wait, void=void)
+            shared, used, rest = sketch.vector, sketch.used, _Rest(sketch, partial(self._exchange_rest, round))
+            if self.adaptive or round.clip.norm is not None:
+                sketch.complete(len(shared.flats) - 1)  # what these need of it, they need of all buckets
         self._launch_tally(round, shared)
+        prediction = self._predict(round, shared, used)
+        if prediction is not None and rest is not None:
+            prediction.complete = rest.complete
+        self.pending = None
+        self._run(self.base, real, self.layout.parameters, prediction)
+        self._exchange_rest(round)
         self.pending = round
-        self._run(self.base, real, self.layout.parameters, self._predict(round, shared, used))
+        return None if rest is None else rest.failure
+
+    def _exchange_rest(self, round: Round) -> None:
+        for bucket in range(len(round.works), len(self.layout.members)):
+            self._exchange(round, bucket)
 
     def _run(
         self,
@@ -445,3 +460,29 @@ def in_flight(works: Sequence[Work | None]) -> float:
     if not times:
         return 0.0
     return (max(t[2] for t in times) - min(t[0] for t in times)) * 1e-9
+
+
+class _Rest:
+    """What of a sketch is completed within the update.
+
+    That is not to be left half done: where the sketch fails, or a signal ends the wait for it, the update goes on
+    with h instead, and what has happened is told afterwards.
+    """
+
+    def __init__(self, sketch: Sketch, exchanged: Callable[[], None]) -> None:
+        self._sketch = sketch
+        self._exchanged = exchanged
+        """Called as soon as nothing of the sketch is on the wire any more."""
+        self.failure: BaseException | None = None
+
+    def complete(self, bucket: int) -> None:
+        """See `Change.complete`."""
+        if self.failure is not None:
+            return
+        try:
+            self._sketch.complete(bucket)
+            if self._sketch.exchanged():
+                self._exchanged()
+        except (Error, KeyboardInterrupt, SystemExit) as failure:
+            self.failure = failure
+            self._sketch.give_up()

@@ -154,9 +154,10 @@ class _Part:
         self._second.sub_(self._history_q)
         return self._finite and bool(torch.isfinite(self._second).all())
 
-    def used(self) -> list[bool]:
-        """Which of its parameters have a gradient on any rank."""
-        return [count > 0 for count in self._flags.tolist()[1:]]
+    def mark_used(self, used: list[bool]) -> None:
+        """Writes which of its parameters have a gradient on any rank."""
+        for place, count in zip(self._places, self._flags.tolist()[1:], strict=True):
+            used[place.index] = count > 0
 
     def expand(self, history: Vector, into: Vector) -> None:
         """Writes its part of c = h + Q; the next bases are those of this sketch."""
@@ -171,14 +172,12 @@ class _Part:
 
 
 class Sketcher:
-    """Keeps the bases, and makes c = h + Q once per step: `launch` for every bucket, then `finish`."""
+    """Keeps the bases, and makes c = h + Q once per step: `launch` for every bucket, `finish`, and what that gives."""
 
     def __init__(self, layout: Layout, communicator: Communicator, rank: int) -> None:
         self._parts = [
             _Part(members, communicator, rank, TAG + bucket) for bucket, members in enumerate(layout.members)
         ]
-        self._parameters = len(layout.places)
-        self._places = layout.members
         self.matrices = [m for part in self._parts for m in part.matrices]
         self._works: list[Work] = []
         self._second: list[Work] = []
@@ -203,35 +202,76 @@ class Sketcher:
         wait: Callable[[Work], None],
         *,
         void: bool = False,
-    ) -> list[bool]:
-        """Writes c = h + Q; returns which parameters have a gradient on any rank in this step.
+    ) -> Sketch:
+        """Backward is over: what is still to be done for c = h + Q, which goes to `into`.
 
-        Where the sketch is not finite, c = h and the bases stay; also if it is `void`: what `proceed` took
-        for h has turned out not to be h.
+        Where the sketch of a bucket is not finite, its c = h and its bases stay; for all buckets if it is `void`:
+        what `proceed` took for h has turned out not to be h.
         """
         works, self._works = self._works, []
         second, self._second = self._second, []
-        left = self._parts[len(second) :]
-        for part, work in zip(left, works[len(second) :], strict=True):
+        for part in self._parts[len(second) :]:
             part.expect(history)
-            wait(work)
-            second.append(part.launch_second(gradient))
-        for part in left:
-            part.expect_second(history)
-        finite = not void
-        for part, work in zip(self._parts, second, strict=True):
-            wait(work)
-            finite &= part.end()
-        if finite:
-            for part in self._parts:
-                part.expand(history, into)
-        else:
-            into.copy_(history)
-        used = [False] * self._parameters
-        for part, members in zip(self._parts, self._places, strict=True):
-            for place, flag in zip(members, part.used(), strict=True):
-                used[place.index] = flag
-        return used
+        return Sketch(self._parts, works, second, gradient, history, into, wait, void)
+
+
+class Sketch:
+    """One step's c = h + Q, completed bucket by bucket, so that other work can go on while the last ones fly."""
+
+    def __init__(
+        self,
+        parts: Sequence[_Part],
+        works: Sequence[Work],
+        second: list[Work],
+        gradient: Vector,
+        history: Vector,
+        into: Vector,
+        wait: Callable[[Work], None],
+        void: bool,
+    ) -> None:
+        self._parts, self._works, self._second = parts, works, second
+        self._gradient, self._history, self.vector = gradient, history, into
+        self._wait, self._void = wait, void
+        self._complete = 0
+        self.used = [False] * len(into.views)
+        """Which parameters have a gradient on any rank in this step; of those in complete buckets."""
+
+    def exchanged(self) -> bool:
+        """Is there nothing of it on the wire any more?"""
+        self._proceed()
+        return len(self._second) == len(self._parts) and self._second[-1].done()
+
+    def complete(self, bucket: int) -> None:
+        """Waits until this bucket of `vector` is c, and all those before it."""
+        self._proceed()
+        while self._complete <= bucket:
+            k, part = self._complete, self._parts[self._complete]
+            if k == len(self._second):
+                self._wait(self._works[k])
+                self._launch_second()
+            self._wait(self._second[k])
+            if part.end() and not self._void:
+                part.expand(self._history, self.vector)
+            else:
+                self.vector.flats[k].copy_(self._history.flats[k])
+            part.mark_used(self.used)
+            self._complete += 1
+
+    def give_up(self) -> None:
+        """Buckets that are not complete become h."""
+        for k in range(self._complete, len(self._parts)):
+            self.vector.flats[k].copy_(self._history.flats[k])
+        self._complete = len(self._parts)
+
+    def _proceed(self) -> None:
+        while (k := len(self._second)) < len(self._parts) and self._works[k].done():
+            self._works[k].wait()  # raises what it failed with
+            self._launch_second()
+
+    def _launch_second(self) -> None:
+        part = self._parts[len(self._second)]
+        self._second.append(part.launch_second(self._gradient))
+        part.expect_second(self._history)  # while it flies
 
 
 def _shape(place: Place) -> tuple[int, int]:

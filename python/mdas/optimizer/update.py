@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -48,6 +48,9 @@ class Change:
     """Every element is clipped to [-limit, limit]; needs the generic update."""
     hyper: Hyper | None = None
     """Hyper-parameters to apply; None: the groups as they are."""
+    complete: Callable[[int], None] | None = None
+    """To be called before bucket k of `shared`, or what `used` says of its parameters, is read: it may still be on its
+    way. None: all of it is there. Buckets are completed in order, each as late as possible."""
 
 
 class Update(Protocol):
@@ -100,6 +103,8 @@ class GenericUpdate:
             return
         torch._foreach_copy_(list(forward), [w.detach() for w in weights])
         if prediction is not None:
+            if prediction.complete is not None:
+                prediction.complete(len(self._gradient.flats) - 1)
             with self._trial():
                 self._step(forward, prediction)
 

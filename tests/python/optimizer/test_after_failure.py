@@ -109,6 +109,72 @@ def test_an_interrupted_update_is_no_checkpoint(monkeypatch):
     on_ranks(2, body)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_interrupt_while_the_sketch_is_awaited_leaves_the_step_whole(fused):
+    """The weights are updated bucket by bucket while the last sketches are still on their way."""
+
+    def body(communicator, interrupted):
+        model = mlp()
+        optimizer = wrapped(model, communicator, predict="sketch", sketch_rank=2, fused=fused)
+        train(optimizer, model, range(3), communicator.rank)
+        if not interrupted:
+            train(optimizer, model, range(3, 4), communicator.rank)
+            return base(model, optimizer)
+        with pytest.raises(KeyboardInterrupt):
+            train(optimizer, model, range(3, 4), communicator.rank, loss=lambda *which: interrupting(optimizer, *which))
+        assert torch.isfinite(flat(model)).all()
+        return base(model, optimizer)
+
+    def interrupting(optimizer, *which):
+        def finish(*args, **options):
+            sketch = original(*args, **options)
+            complete = sketch.complete
+
+            def interrupt(bucket):
+                if bucket == 1 or fused is False:
+                    raise KeyboardInterrupt
+                complete(bucket)
+
+            sketch.complete = interrupt
+            return sketch
+
+        original = optimizer._pipeline.sketcher.finish
+        optimizer._pipeline.sketcher.finish = finish
+        return loss(*which)
+
+    expected = on_ranks(2, lambda c: body(c, False))
+    for ours in on_ranks(2, lambda c: body(c, True)):
+        assert torch.equal(ours, expected[0])
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_rank_lost_while_the_sketch_is_awaited(fused):
+    """What was applied is exactly what had arrived."""
+    network, trained = FakeNetwork(2), threading.Event()
+
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, predict="sketch", sketch_rank=2, fused=fused)
+        train(optimizer, model, range(3), communicator.rank)
+        expected = base(model, optimizer)
+        if communicator.rank == 1:
+            assert trained.wait(DEADLINE)
+            network.fail(1)
+            return
+        optimizer.zero_grad()
+        loss(model, 3, 0).backward()
+        trained.set()
+        with pytest.raises(PeerLostError):
+            optimizer.step()
+        saved = optimizer.state_dict()["mdas"]
+        assert saved["pending"] is None
+        model.zero_grad()
+        assert torch.equal(base(model, optimizer), expected)
+        assert torch.equal(saved["base"]["0.weight"].reshape(-1), expected[: 8 * 24])
+
+    on_ranks(2, body, network)
+
+
 def test_close_can_be_repeated_after_it_failed(monkeypatch):
     """And never leaves forward weights behind."""
 
