@@ -93,8 +93,9 @@ class Corrected:
         if self._sketcher is not None:
             assert self._sketched is not None
             shared, void = self._sketched, in_flight and not arrived
-            self._sketcher.finish(self._slots[0], self._history, shared, wait, void=void)
-            self._exchange(len(self._layout.members) - 1)
+            last = len(self._layout.members) - 1
+            self._sketcher.finish(self._slots[0], self._history, shared, wait, void=void).complete(last)
+            self._exchange(last)
         owed = self._owed
         if self._predicts:
             torch._foreach_add_(owed.flats, shared.flats)
