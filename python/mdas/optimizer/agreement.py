@@ -12,6 +12,7 @@ from torch import Tensor
 from mdas.communicator import Communicator
 from mdas.errors import MismatchError
 from mdas.optimizer.buckets import Vector
+from mdas.optimizer.shards import local
 
 TAG = 0xFFFF_0001
 
@@ -76,7 +77,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Iterable[Tensor]) -> 
     """Every tensor, of any dtype, becomes that of rank 0. Collective."""
     under_way = []
     for tensor in tensors:
-        data = tensor.detach()
+        data = local(tensor.detach())
         if not data.numel():
             continue
         flat = data if data.is_contiguous() else data.contiguous()

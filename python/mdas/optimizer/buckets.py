@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mdas.optimizer.shards import local
+
 # Every parameter starts on a cache line: kernels and copies then never share one.
 ALIGNMENT_BYTES = 64
 
@@ -25,6 +27,7 @@ class Place:
     name: str
     parameter: torch.nn.Parameter
     shape: torch.Size
+    """Of this rank's part, where it is divided among ranks."""
     bucket: int
     start: int
 
@@ -75,6 +78,7 @@ class Layout:
         self.places: list[Place] = []
         self.sizes: list[tuple[int, torch.dtype]] = []
         self.parameters: list[Tensor] = []
+        """Where they lie: this rank's parts."""
         self.members: list[list[Place]] = []
         open_buckets: dict[torch.dtype, int] = {}
         for name, parameter in reversed(named):
@@ -103,9 +107,9 @@ class Layout:
 
     def _append(self, bucket: int, name: str, parameter: torch.nn.Parameter) -> None:
         start, dtype = self.sizes[bucket]
-        place = Place(len(self.places), name, parameter, parameter.shape, bucket, start)
+        place = Place(len(self.places), name, parameter, local(parameter).shape, bucket, start)
         self.places.append(place)
-        self.parameters.append(parameter)
+        self.parameters.append(local(parameter))
         self.members[bucket].append(place)
         self.sizes[bucket] = (_align(start + place.count, ALIGNMENT_BYTES // dtype.itemsize), dtype)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mdas.communicator import Communicator
 from mdas.communicator.choice import choose
 from mdas.errors import InvalidArgumentError
-from mdas.optimizer import checkpoint
+from mdas.optimizer import checkpoint, shards
 from mdas.optimizer.agreement import average_tensors, broadcast_tensors, require_agreement, require_equal
 from mdas.optimizer.buckets import Layout
 from mdas.optimizer.fused import FusedUpdate, choose_update
@@ -37,6 +37,8 @@ from mdas.optimizer.update import Clip, snapshot
 from mdas.optimizer.weights import BaseWeights
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from mdas.group import Group
 
 logger = logging.getLogger("mdas.optimizer")
@@ -83,13 +85,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             that names rank and parameter, or "raise" NonFiniteError on all ranks.
         fused: True or False to choose the update; None: fused where it fits, unless there is but one
             rank. Both give what torch gives; the generic one bit for bit, the fused one to rounding.
-        group: an `mdas` group; None: all ranks of the job. The exchange has a group of its own of the same
-            ranks, so that your collectives may come at any moment.
+        group: the ranks that average: an `mdas` group, or one dimension of a `DeviceMesh` (`mesh["data"]`), within
+            tensor or pipeline parallelism, say; None: all ranks of the job. The exchange has a group of its own of the
+            same ranks, so that your collectives may come at any moment. Parameters may be divided among the other
+            dimensions' ranks (DTensor), with predictions that need no blend, without clipping by norm, and with
+            `nan_check="raise"`.
         communicator: what to exchange through. "core", as None: mdas's own engine, after `mdas.init()`.
             "torch": the default process group of `torch.distributed`, without `mdas.init()`; construction then makes
-            three process groups of the same ranks, for the same reason, and `group` stays None. Or a communicator:
-            `mdas.communicator.TorchCommunicator(process_group)` for other groups, timeouts, or several optimizers
-            after each other; or one of your own (see `mdas.communicator.Communicator`).
+            three process groups of the same ranks, for the same reason; `group` stays None, or is a `DeviceMesh`.
+            Or a communicator: `mdas.communicator.TorchCommunicator(process_group)` for other groups, timeouts, or
+            several optimizers after each other; or one of your own (see `mdas.communicator.Communicator`).
 
     Raises:
         MismatchError: on every rank, if models or options differ; names the first difference.
@@ -113,7 +118,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         max_value: float | None = None,
         nan_check: Literal["skip", "raise"] = "skip",
         fused: bool | None = None,
-        group: Group | None = None,
+        group: Group | DeviceMesh | None = None,
         communicator: Communicator | Literal["core", "torch"] | None = None,
     ) -> None:
         check_types(optimizer, module)
@@ -134,6 +139,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             f"max_value={max_value}, nan_check={nan_check!r}, fused={fused}"
         )
         require_agreement(communicator, [options, *describe(optimizer, module)])
+        shards.check(named, communicator, predict, nan_check)
+        if max_norm is not None:
+            shards.refuse_norm(p for _, p in named)
         broadcast_tensors(communicator, [*module.parameters(), *module.buffers()])
         # With one rank there is nothing to hide.
         delayed = schedule == "delayed" and communicator.size > 1
@@ -157,9 +165,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._collector = Collector(self._layout, self._pipeline.filled)
         self._collector.begin(self._pipeline.new_round())
         self._weights = BaseWeights(module, self._layout, self._collector, self._pipeline)
-        trained = set(self._layout.parameters)
+        trained = {place.parameter for place in self._layout.places}
         self._frozen = [p for group in optimizer.param_groups for p in group["params"] if p not in trained]
-        self._index = {p: i for i, p in enumerate(self._layout.parameters)}
+        self._index: dict[Tensor, int] = {place.parameter: place.index for place in self._layout.places}
         self.closed = False
         """Has `close()` been called?"""
         self._needs_closure = needs_closure(optimizer)
@@ -286,6 +294,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         synchronous step that of this step, under the delayed schedule that of two steps ago.
         """
         _positive("max_norm", max_norm)
+        shards.refuse_norm(self._index)
         round = self._collector.complete()
         round.clip = replace(round.clip, norm=max_norm)
         return torch.tensor(self._pipeline.norm(round))
@@ -326,7 +335,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if index is None:
             raise InvalidArgumentError("averaged_grad: not a parameter that this optimizer trains")
         pipeline = self._pipeline
-        return pipeline.history.views[index] / pipeline.unit if pipeline.used[index] else None
+        return shards.like(pipeline.history.views[index] / pipeline.unit, parameter) if pipeline.used[index] else None
 
     def sync_buffers(self) -> None:
         """Averages the module's floating-point buffers (BatchNorm statistics) over the ranks. Collective:

@@ -11,6 +11,7 @@ from torch import nn
 from mdas.errors import InvalidArgumentError
 from mdas.optimizer.hooks import SPARSE
 from mdas.optimizer.predict import PREDICTIONS
+from mdas.optimizer.shards import division
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -108,7 +109,7 @@ def describe(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
     for name, p in module.named_parameters():
         lines.append(
             f"parameter {name!r} of shape {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}, "
-            f"group {groups.get(id(p))}"
+            f"group {groups.get(id(p))}{division(p)}"
         )
     for name, b in module.named_buffers():
         lines.append(f"buffer {name!r} of shape {tuple(b.shape)}, {b.dtype}")

@@ -23,6 +23,7 @@ from mdas.optimizer.agreement import require_same_trained
 from mdas.optimizer.buckets import Layout, Vector
 from mdas.optimizer.hooks import Round
 from mdas.optimizer.predict import Confidence, Prediction
+from mdas.optimizer.shards import like
 from mdas.optimizer.sketch import Sketch, Sketcher
 from mdas.optimizer.tally import Tally, TallyExchange
 from mdas.optimizer.update import Change, Clip, Hyper, Update
@@ -205,7 +206,7 @@ class Pipeline:
             return  # the line search sees the loss, which is not finite either
         for place in self.layout.places:
             if self.used[place.index]:
-                place.parameter.grad = self.history.views[place.index].clone()
+                place.parameter.grad = like(self.history.views[place.index].clone(), place.parameter)
 
     def preview(self) -> Vector | None:
         """The base weights with the pending average applied, in memory of their own.
@@ -414,7 +415,7 @@ class Pipeline:
         if self.adaptive:
             round.shared = shared
             own.spread = kernels.squared_distance(round.gradient, shared) / self.unit**2 / self.size
-        round.trained = [parameter.requires_grad for parameter in self.layout.parameters]
+        round.trained = [place.parameter.requires_grad for place in self.layout.places]
         round.tally_work = self.exchange.launch(own, round.used, round.trained)
 
     def _predict(self, round: Round, shared: Vector, used: list[bool]) -> Change | None:
