@@ -43,6 +43,14 @@ class Settings:
     """MDAS_TCP_RATE_LIMIT: most bytes per second that bulk may send to one rank; a slow network for those who
     have none."""
 
+    deterministic: bool = False
+    """MDAS_DETERMINISTIC: see `mdas.optimizer.determinism`."""
+
+    @property
+    def summation(self) -> str:
+        """What decides the order of summation, beside operation, type, length and number of ranks."""
+        return f"mdas {_core.__version__}, small_bytes={self.small_bytes}, algorithm={self.algorithm}"
+
     def shared(self) -> dict[str, object]:
         """Those that must be equal on all ranks, since they decide what is sent."""
         return {"transport": self.transport, "small_bytes": self.small_bytes, "algorithm": self.algorithm}
@@ -76,6 +84,7 @@ def read(
         progress_cpus=_cpus(environ.get("MDAS_PROGRESS_CPUS") or ""),
         log=_log(environ.get("MDAS_LOG") or "warn"),
         rate_limit=_integer("MDAS_TCP_RATE_LIMIT", rate_limit, 2**32 - 1) if rate_limit else None,
+        deterministic=bool(_integer("MDAS_DETERMINISTIC", environ.get("MDAS_DETERMINISTIC") or "0", 1)),
     )
     if chosen.transport not in TRANSPORTS:
         known = ", ".join(TRANSPORTS)

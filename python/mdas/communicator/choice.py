@@ -63,9 +63,12 @@ def _ranks_of(mesh: DeviceMesh) -> Group:
 
 
 def _core(group: Group | None) -> Communicator:
-    chosen = group or Group.world(session.current().engine)
+    here = session.current()
+    chosen, summation = group or Group.world(here.engine), here.summation
     # Buckets leave during backward, at moments that differ from rank to rank: in a group of their own,
     # what the user exchanges at that time cannot get between them.
     own = chosen.engine.new_group(list(chosen.ranks))
     second = chosen.engine.new_group(list(chosen.ranks), SECOND)
-    return CoreCommunicator(chosen.engine, own, chosen.rank, chosen.size, chosen.timeout, second=second)
+    return CoreCommunicator(
+        chosen.engine, own, chosen.rank, chosen.size, chosen.timeout, second=second, summation=summation
+    )

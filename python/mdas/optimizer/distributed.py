@@ -19,6 +19,7 @@ from mdas.errors import InvalidArgumentError
 from mdas.optimizer import checkpoint, shards
 from mdas.optimizer.agreement import average_tensors, broadcast_tensors, require_agreement, require_equal
 from mdas.optimizer.buckets import Layout
+from mdas.optimizer.determinism import Circumstances, circumstances, require_same
 from mdas.optimizer.fused import FusedUpdate, choose_update
 from mdas.optimizer.hooks import Collector, Round
 from mdas.optimizer.inspection import (
@@ -149,6 +150,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._module = module
         self._communicator = communicator
         self._predict = predict
+        self._bucket_mb = bucket_mb
         self._layout = Layout(named, int(bucket_mb * 2**20))
         clip = Clip(max_norm, max_value)
         self._update = choose_update(optimizer, self._layout, clip, communicator.size, fused)
@@ -387,6 +389,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         state = self._inner.state_dict()
         state["mdas"] = checkpoint.save(self._pipeline, self._communicator.rank, self._predict)
+        state["mdas"]["circumstances"] = self._circumstances()
         return state
 
     @torch.no_grad()
@@ -396,7 +399,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         From a state without our part (a plain torch optimizer's) the delay starts anew, with a warning.
 
-        Raises InvalidArgumentError if it is of another model, or of another version's format.
+        Raises InvalidArgumentError if it is of another model, or of another version's format, or, with
+        MDAS_DETERMINISTIC=1, if training would not go on with the same bits: names what is different.
         """
         self._collector.require_round()
         if self._collector.started:
@@ -406,6 +410,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         saved = state_dict.get("mdas")
         if saved is not None:
             checkpoint.check(self._layout, saved)
+        require_same((saved or {}).get("circumstances"), self._circumstances())
         self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != "mdas"})
         if saved is None:
             logger.warning("load_state_dict: a torch optimizer's state; delay and warm-up start anew")
@@ -414,6 +419,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             checkpoint.load(self._pipeline, saved, self._communicator.rank, self._predict)
         self._weights.forget()
+
+    def _circumstances(self) -> Circumstances:
+        return circumstances(self._communicator, self._update.name, self._bucket_mb)
 
     @torch.no_grad()
     def close(self) -> None:
