@@ -17,7 +17,13 @@ from mdas.communicator import Communicator
 from mdas.communicator.choice import choose
 from mdas.errors import InvalidArgumentError
 from mdas.optimizer import checkpoint, shards
-from mdas.optimizer.agreement import average_tensors, broadcast_tensors, require_agreement, require_equal
+from mdas.optimizer.agreement import (
+    Comparison,
+    PeriodicComparison,
+    average_tensors,
+    broadcast_tensors,
+    require_agreement,
+)
 from mdas.optimizer.buckets import Layout
 from mdas.optimizer.determinism import Circumstances, circumstances, require_same
 from mdas.optimizer.fused import FusedUpdate, choose_update
@@ -86,6 +92,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             that names rank and parameter, or "raise" NonFiniteError on all ranks.
         fused: True or False to choose the update; None: fused where it fits, unless there is but one
             rank. Both give what torch gives; the generic one bit for bit, the fused one to rounding.
+        check_every: compare the bits of the base weights over the ranks every so many steps, as `check_weights()` does,
+            without waiting: ranks that have parted are named one step later. Costs a pass over the weights each
+            time. None: never.
         group: the ranks that average: an `mdas` group, or one dimension of a `DeviceMesh` (`mesh["data"]`), within
             tensor or pipeline parallelism, say; None: all ranks of the job. The exchange has a group of its own of the
             same ranks, so that your collectives may come at any moment. Parameters may be divided among the other
@@ -119,6 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         max_value: float | None = None,
         nan_check: Literal["skip", "raise"] = "skip",
         fused: bool | None = None,
+        check_every: int | None = None,
         group: Group | DeviceMesh | None = None,
         communicator: Communicator | Literal["core", "torch"] | None = None,
     ) -> None:
@@ -129,7 +139,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "close() the first DistributedOptimizer and pass the torch optimizer again"
             )
         check_options(
-            optimizer, schedule, predict, sketch_rank, warmup_steps, bucket_mb, max_norm, max_value, nan_check
+            optimizer,
+            schedule,
+            predict,
+            sketch_rank,
+            warmup_steps,
+            bucket_mb,
+            max_norm,
+            max_value,
+            nan_check,
+            check_every,
         )
         named = trained_parameters(optimizer, module)
         communicator = choose(communicator, group, named[0][1].device)
@@ -137,7 +156,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         options = (
             f"schedule={schedule!r}, predict={predict!r}, sketch_rank={sketch_rank}, "
             f"warmup_steps={warmup_steps}, bucket_mb={bucket_mb}, max_norm={max_norm}, "
-            f"max_value={max_value}, nan_check={nan_check!r}, fused={fused}"
+            f"max_value={max_value}, nan_check={nan_check!r}, fused={fused}, check_every={check_every}"
         )
         require_agreement(communicator, [options, *describe(optimizer, module)])
         shards.check(named, communicator, predict, nan_check)
@@ -151,6 +170,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._communicator = communicator
         self._predict = predict
         self._bucket_mb = bucket_mb
+        self._comparison = None if check_every is None else PeriodicComparison(communicator, check_every)
         self._layout = Layout(named, int(bucket_mb * 2**20))
         clip = Clip(max_norm, max_value)
         self._update = choose_update(optimizer, self._layout, clip, communicator.size, fused)
@@ -223,6 +243,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with self._finished_round() as round:
             self._pipeline.step(round, snapshot(self.param_groups), unit)
+            self._check()
         # A scheduler that was built on the wrapped optimizer asks it whether it has made a step.
         self._inner._opt_called = True  # type: ignore[attr-defined]
         return loss
@@ -248,7 +269,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._communicator.allreduce(value, value, op="average", lane="urgent", tag=LOSS_TAG).wait()
             return value[0].to(torch.as_tensor(loss).dtype)
 
-        return self._inner.step(averaged)  # type: ignore[arg-type]
+        value = self._inner.step(averaged)  # type: ignore[arg-type]
+        self._check()
+        return value
+
+    def _check(self) -> None:
+        if self._comparison is not None:
+            self._comparison.after_step(self._pipeline.current_base)
 
     @torch.no_grad()
     def _idle_step(self) -> bool:
@@ -263,6 +290,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             with self._finished_round(idle=True) as round:
                 self._pipeline.step(round, snapshot(self.param_groups), self._pipeline.unit)
+                self._check()
         finally:
             self._pipeline.idle = False
         return self._pipeline.all_idle
@@ -355,7 +383,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._collector.started:
             raise RuntimeError("check_weights() between backward() and step(): call it after step()")
         steps = self._pipeline.measured.steps
-        require_equal(self._communicator, self._pipeline.current_base(), f"after {steps} steps, the base weights")
+        base = self._pipeline.current_base()
+        Comparison(self._communicator, base, f"after {steps} steps, the base weights").require_equal()
 
     def observe(self, *, loss: float | Tensor | None = None, samples: int | None = None) -> None:
         """Adds this rank's loss (mean over its samples) and number of samples to the next step's tally."""

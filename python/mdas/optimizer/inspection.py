@@ -36,6 +36,7 @@ def check_options(
     max_norm: float | None,
     max_value: float | None,
     nan_check: str,
+    check_every: int | None,
 ) -> None:
     if schedule not in ("delayed", "sync"):
         raise InvalidArgumentError(f'schedule={schedule!r}: choose "delayed" or "sync"')
@@ -54,6 +55,8 @@ def check_options(
         raise InvalidArgumentError(f"max_value={max_value!r}: a number, more than 0, or None")
     if nan_check not in ("skip", "raise"):
         raise InvalidArgumentError(f'nan_check={nan_check!r}: choose "skip" or "raise"')
+    if not (check_every is None or (isinstance(check_every, int) and check_every >= 1)):
+        raise InvalidArgumentError(f"check_every={check_every!r}: a number of steps, at least 1, or None")
     if schedule == "delayed" and needs_closure(optimizer):
         raise InvalidArgumentError(
             f"{type(optimizer).__name__} evaluates the loss several times per step, at weights that depend on "
