@@ -28,12 +28,13 @@ from mdas.objects import any, average, broadcast_object
 from mdas.session import init, is_initialized, local_rank, local_size, node, rank, shutdown, size
 
 if TYPE_CHECKING:
-    from mdas.optimizer import DistributedOptimizer, GradScaler, join
+    from mdas.optimizer import DDPState, DistributedOptimizer, GradScaler, ddp_hook, join
 
 __all__ = [
     "ClosedError",
     "CollectiveTimeoutError",
     "ConfigurationError",
+    "DDPState",
     "DistributedOptimizer",
     "Error",
     "GradScaler",
@@ -53,6 +54,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "ddp_hook",
     "init",
     "is_initialized",
     "join",
@@ -67,7 +69,7 @@ __all__ = [
 ]
 
 
-_NEED_TORCH = ("DistributedOptimizer", "GradScaler", "join")
+_NEED_TORCH = ("DDPState", "DistributedOptimizer", "GradScaler", "ddp_hook", "join")
 
 
 def __getattr__(name: str) -> Any:

@@ -24,6 +24,8 @@ class Session:
     """Node number of every rank."""
     local_rank: int
     local_size: int
+    summation: str
+    """See `settings.Settings.summation`."""
 
 
 class _State:
@@ -86,7 +88,7 @@ def init(
 
 def _join(job: env.Job, chosen: settings.Settings) -> Session:
     if job.size == 1:
-        return Session(mesh.alone(chosen), job, (0,), 0, 1)
+        return Session(mesh.alone(chosen), job, (0,), 0, 1, chosen.summation)
     deadline = time.monotonic() + chosen.timeout
     place = rendezvous.Place(job, _State.generation, deadline)
     address = network.advertised_address(place.host, place.port, chosen.interface, job.local_size == job.size)
@@ -99,6 +101,7 @@ def _join(job: env.Job, chosen: settings.Settings) -> Session:
         nodes=nodes,
         local_rank=here.index(job.rank) if job.local_rank is None else job.local_rank,
         local_size=len(here) if job.local_size is None else job.local_size,
+        summation=chosen.summation,
     )
 
 

@@ -65,6 +65,14 @@ class Settings:
     have none."""
     verbs: VerbsSettings = VerbsSettings()
 
+    deterministic: bool = False
+    """MDAS_DETERMINISTIC: see `mdas.optimizer.determinism`."""
+
+    @property
+    def summation(self) -> str:
+        """What decides the order of summation, beside operation, type, length and number of ranks."""
+        return f"mdas {_core.__version__}, small_bytes={self.small_bytes}, algorithm={self.algorithm}"
+
     def shared(self) -> dict[str, object]:
         """Those that must be equal on all ranks, since they decide what is sent."""
         return {"transport": self.transport, "small_bytes": self.small_bytes, "algorithm": self.algorithm}
@@ -99,6 +107,7 @@ def read(
         log=_log(environ.get("MDAS_LOG") or "warn"),
         rate_limit=_integer("MDAS_TCP_RATE_LIMIT", rate_limit, 0, 2**32 - 1) if rate_limit else None,
         verbs=_verbs(environ),
+        deterministic=bool(_integer("MDAS_DETERMINISTIC", environ.get("MDAS_DETERMINISTIC") or "0", 0, 1)),
     )
     if chosen.transport not in TRANSPORTS:
         known = ", ".join(TRANSPORTS)

@@ -42,6 +42,11 @@ class Recorder:
         """As `inner`'s."""
         return self.inner.size
 
+    @property
+    def summation(self) -> str:
+        """As `inner`'s."""
+        return self.inner.summation
+
     def forget(self) -> None:
         """Starts anew."""
         self.waits.clear()

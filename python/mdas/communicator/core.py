@@ -23,7 +23,7 @@ class CoreCommunicator:
     `engine` is a `_core.Engine`, `group` the id of one of its groups (0: its world), in which this
     process has rank `rank` of `size`; `second`, the id of another group of the same ranks, orders the second
     urgent lane (None: one is made, of the world). `timeout`: seconds without progress after which an operation
-    fails (None: the engine's own).
+    fails (None: the engine's own). `summation`: see the protocol.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class CoreCommunicator:
         timeout: float | None = None,
         *,
         second: int | None = None,
+        summation: str = "mdas",
     ) -> None:
         self._engine = engine
         if second is None:
@@ -45,6 +46,7 @@ class CoreCommunicator:
             "second": (second, "urgent"),
         }
         self._timeout = timeout
+        self.summation = summation
         self.rank = rank
         self.size = size
 

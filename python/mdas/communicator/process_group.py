@@ -91,6 +91,7 @@ class TorchCommunicator:
                 f"the process group's backends ({config}) do not move {kind} memory: make one that does, as with "
                 f'torch.distributed.new_group(backend="{"gloo" if kind == "cpu" else "nccl"}")'
             )
+        self.summation = f"torch {torch.__version__}, {config}"
         self._lanes: dict[Lane, _TorchLane] = {}
         lanes: tuple[Lane, ...] = ("bulk", "urgent", "second")
         for lane in lanes:

@@ -44,6 +44,13 @@ class Communicator(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def summation(self) -> str:
+        """What decides the order of summation, beside operation, type, length and `size`, in words: where it is the
+        same, so are the bits.
+        """
+        ...
+
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeroed memory of shape (numel,) that the transport reaches without a copy."""
         ...
@@ -81,6 +88,7 @@ class AloneCommunicator:
 
     rank = 0
     size = 1
+    summation = "none"
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype)

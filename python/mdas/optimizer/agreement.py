@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,15 +12,21 @@ from torch import Tensor
 from mdas.communicator import Communicator
 from mdas.errors import MismatchError
 from mdas.optimizer.buckets import Vector
+from mdas.optimizer.shards import local
 
 TAG = 0xFFFF_0001
+_DIGEST_BYTES = 16
 
 
-def require_agreement(communicator: Communicator, lines: Sequence[str]) -> None:
+def require_agreement(
+    communicator: Communicator,
+    lines: Sequence[str],
+    remedy: str = "all ranks must build the same model, optimizer and options",
+) -> None:
     """Compares a description, line by line, with those of the other ranks.
 
     Collective. Raises MismatchError on every rank, naming the first line in which a rank differs
-    from rank 0 and what both have there.
+    from rank 0 and what both have there; `remedy`: what to do about it.
     """
     if communicator.size == 1:
         return
@@ -36,38 +42,69 @@ def require_agreement(communicator: Communicator, lines: Sequence[str]) -> None:
     for peer, theirs in enumerate(texts):
         if theirs != texts[0]:
             ours, other = _first_difference(texts[0].split("\n"), theirs.split("\n"))
-            raise MismatchError(
-                f"DistributedOptimizer: rank 0 has {ours}, but rank {peer} has {other}; all ranks must "
-                "build the same model, optimizer and options"
-            )
+            raise MismatchError(f"DistributedOptimizer: rank 0 has {ours}, but rank {peer} has {other}; {remedy}")
     raise AssertionError("digests differ, texts do not")
 
 
-def require_equal(communicator: Communicator, vector: Vector, what: str) -> None:
-    """Compares the bits of a vector with those of the other ranks.
+def require_same_trained(communicator: Communicator, names: Sequence[str], trained: Sequence[bool], step: int) -> None:
+    """The parameters that were trained in a step are the same on all ranks. Collective, as `require_agreement`."""
+    lines = [
+        f"requires_grad={flag} for parameter {name!r} in step {step}" for name, flag in zip(names, trained, strict=True)
+    ]
+    require_agreement(communicator, lines, "freeze and unfreeze parameters on all ranks before the same backward pass")
 
-    Collective. Raises MismatchError on every rank, naming those that differ from most.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for flat in vector.flats:
-        digest.update(flat.detach().view(torch.uint8).numpy().data)
-    own = torch.tensor(list(digest.digest()), dtype=torch.uint8)
-    digests = [bytes(d.tolist()) for d in _gather(communicator, own)]
-    usual, _ = Counter(digests).most_common(1)[0]
-    parted = [rank for rank, found in enumerate(digests) if found != usual]
-    if parted:
-        raise MismatchError(
-            f"{what} of ranks {parted} differ from those of the other {len(digests) - len(parted)}: something has "
-            "changed weights or optimizer state on some ranks only (a seed, a file, a faulty memory). Restart from a "
-            "checkpoint, and look at what these ranks do differently"
-        )
+
+class Comparison:
+    """The bits of a vector, on their way to the other ranks. Making one is collective, and does not wait."""
+
+    def __init__(self, communicator: Communicator, vector: Vector, what: str) -> None:
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        for flat in vector.flats:
+            digest.update(flat.detach().cpu().view(torch.uint8).numpy().data)
+        self._what = what
+        own = torch.tensor(list(digest.digest()), dtype=torch.uint8)
+        self._everyone = torch.empty(communicator.size * _DIGEST_BYTES, dtype=torch.uint8)
+        self._work = communicator.allgather(own, self._everyone, tag=TAG)
+
+    def require_equal(self) -> None:
+        """Waits for those of the others. Raises MismatchError on every rank, naming those that differ from most."""
+        self._work.wait()
+        digests = [bytes(digest) for digest in self._everyone.view(-1, _DIGEST_BYTES).tolist()]
+        usual, _ = Counter(digests).most_common(1)[0]
+        parted = [rank for rank, found in enumerate(digests) if found != usual]
+        if parted:
+            raise MismatchError(
+                f"{self._what} of ranks {parted} differ from those of the other {len(digests) - len(parted)}: "
+                "something has changed weights or optimizer state on some ranks only (a seed, a file, a faulty memory). "
+                "Restart from a checkpoint, and look at what these ranks do differently"
+            )
+
+
+class PeriodicComparison:
+    """Compares base weights every so many steps; the outcome is read one step later, when it has long arrived."""
+
+    def __init__(self, communicator: Communicator, every: int) -> None:
+        self._communicator = communicator
+        self._every = every
+        self._steps = 0
+        self._under_way: Comparison | None = None
+
+    def after_step(self, base: Callable[[], Vector]) -> None:
+        """All ranks call it after every step. Raises MismatchError on all of them, as `Comparison` does."""
+        comparison, self._under_way = self._under_way, None
+        if comparison is not None:
+            comparison.require_equal()
+        self._steps += 1
+        if self._steps % self._every == 0:
+            what = f"check_every: after {self._steps} steps, the base weights"
+            self._under_way = Comparison(self._communicator, base(), what)
 
 
 def broadcast_tensors(communicator: Communicator, tensors: Iterable[Tensor]) -> None:
     """Every tensor, of any dtype, becomes that of rank 0. Collective."""
     under_way = []
     for tensor in tensors:
-        data = tensor.detach()
+        data = local(tensor.detach())
         if not data.numel():
             continue
         flat = data if data.is_contiguous() else data.contiguous()

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mdas.optimizer.shards import local
+
 # Every parameter starts on a cache line: kernels and copies then never share one.
 ALIGNMENT_BYTES = 64
 
@@ -25,6 +27,7 @@ class Place:
     name: str
     parameter: torch.nn.Parameter
     shape: torch.Size
+    """Of this rank's part, where it is divided among ranks."""
     bucket: int
     start: int
 
@@ -74,23 +77,41 @@ class Layout:
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], capacity_bytes: int) -> None:
         self.places: list[Place] = []
         self.sizes: list[tuple[int, torch.dtype]] = []
+        self.parameters: list[Tensor] = []
+        """Where they lie: this rank's parts."""
+        self.members: list[list[Place]] = []
         open_buckets: dict[torch.dtype, int] = {}
         for name, parameter in reversed(named):
             dtype = parameter.real.dtype
             if dtype not in open_buckets:
-                open_buckets[dtype] = len(self.sizes)
-                self.sizes.append((0, dtype))
+                open_buckets[dtype] = self._open(dtype)
             bucket = open_buckets[dtype]
-            start = self.sizes[bucket][0]
-            self.places.append(Place(len(self.places), name, parameter, parameter.shape, bucket, start))
-            end = _align(start + self.places[-1].count, ALIGNMENT_BYTES // dtype.itemsize)
-            self.sizes[bucket] = (end, dtype)
-            if end * dtype.itemsize >= capacity_bytes:
+            self._append(bucket, name, parameter)
+            if self.sizes[bucket][0] * dtype.itemsize >= capacity_bytes:
                 del open_buckets[dtype]
-        self.parameters: list[Tensor] = [place.parameter for place in self.places]
-        self.members: list[list[Place]] = [[] for _ in self.sizes]
-        for place in self.places:
-            self.members[place.bucket].append(place)
+
+    @classmethod
+    def of(cls, buckets: Sequence[Sequence[tuple[str, torch.nn.Parameter]]]) -> Layout:
+        """A division that somebody else has made: the parameters of each bucket, of one type."""
+        layout = cls([], 0)
+        for members in buckets:
+            bucket = layout._open(members[0][1].real.dtype)
+            for name, parameter in members:
+                layout._append(bucket, name, parameter)
+        return layout
+
+    def _open(self, dtype: torch.dtype) -> int:
+        self.sizes.append((0, dtype))
+        self.members.append([])
+        return len(self.sizes) - 1
+
+    def _append(self, bucket: int, name: str, parameter: torch.nn.Parameter) -> None:
+        start, dtype = self.sizes[bucket]
+        place = Place(len(self.places), name, parameter, local(parameter).shape, bucket, start)
+        self.places.append(place)
+        self.parameters.append(local(parameter))
+        self.members[bucket].append(place)
+        self.sizes[bucket] = (_align(start + place.count, ALIGNMENT_BYTES // dtype.itemsize), dtype)
 
     def vector(self, memory: Callable[[int, torch.dtype], Tensor] | None = None) -> Vector:
         """A vector of zeros, in `memory(numel, dtype)` (default: plain memory, where the parameters are)."""

@@ -18,6 +18,7 @@ from mdas.optimizer.buckets import Layout, Vector
 from mdas.optimizer.hooks import Round
 from mdas.optimizer.pipeline import Pipeline
 from mdas.optimizer.predict import Confidence
+from mdas.optimizer.shards import local
 from mdas.optimizer.tally import Tally
 from mdas.optimizer.update import Clip
 
@@ -50,7 +51,7 @@ def save(pipeline: Pipeline, rank: int, predict: str) -> dict[str, Any]:
     }
     if pipeline.base is not None:
         saved["base"] = _named(layout, pipeline.base)
-        saved["forward"] = {p.name: p.parameter.detach().clone() for p in layout.places}
+        saved["forward"] = {p.name: local(p.parameter).detach().clone() for p in layout.places}
     if pipeline.sketcher is not None:
         places = layout.places
         saved["bases"] = {places[m.index].name: m.basis.clone() for m in pipeline.sketcher.matrices}

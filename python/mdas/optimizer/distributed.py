@@ -16,9 +16,16 @@ from torch import Tensor, nn
 from mdas.communicator import Communicator
 from mdas.communicator.choice import choose
 from mdas.errors import InvalidArgumentError
-from mdas.optimizer import checkpoint
-from mdas.optimizer.agreement import average_tensors, broadcast_tensors, require_agreement, require_equal
+from mdas.optimizer import checkpoint, shards
+from mdas.optimizer.agreement import (
+    Comparison,
+    PeriodicComparison,
+    average_tensors,
+    broadcast_tensors,
+    require_agreement,
+)
 from mdas.optimizer.buckets import Layout
+from mdas.optimizer.determinism import Circumstances, circumstances, require_same
 from mdas.optimizer.fused import FusedUpdate, choose_update
 from mdas.optimizer.hooks import Collector, Round
 from mdas.optimizer.inspection import (
@@ -37,6 +44,8 @@ from mdas.optimizer.update import Clip, snapshot
 from mdas.optimizer.weights import BaseWeights
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from mdas.group import Group
 
 logger = logging.getLogger("mdas.optimizer")
@@ -83,13 +92,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
             that names rank and parameter, or "raise" NonFiniteError on all ranks.
         fused: True or False to choose the update; None: fused where it fits, unless there is but one
             rank. Both give what torch gives; the generic one bit for bit, the fused one to rounding.
-        group: an `mdas` group; None: all ranks of the job. The exchange has a group of its own of the same
-            ranks, so that your collectives may come at any moment.
+        check_every: compare the bits of the base weights over the ranks every so many steps, as `check_weights()` does,
+            without waiting: ranks that have parted are named one step later. Costs a pass over the weights each
+            time. None: never.
+        group: the ranks that average: an `mdas` group, or one dimension of a `DeviceMesh` (`mesh["data"]`), within
+            tensor or pipeline parallelism, say; None: all ranks of the job. The exchange has a group of its own of the
+            same ranks, so that your collectives may come at any moment. Parameters may be divided among the other
+            dimensions' ranks (DTensor), with predictions that need no blend, without clipping by norm, and with
+            `nan_check="raise"`.
         communicator: what to exchange through. "core", as None: mdas's own engine, after `mdas.init()`.
             "torch": the default process group of `torch.distributed`, without `mdas.init()`; construction then makes
-            three process groups of the same ranks, for the same reason, and `group` stays None. Or a communicator:
-            `mdas.communicator.TorchCommunicator(process_group)` for other groups, timeouts, or several optimizers
-            after each other; or one of your own (see `mdas.communicator.Communicator`).
+            three process groups of the same ranks, for the same reason; `group` stays None, or is a `DeviceMesh`.
+            Or a communicator: `mdas.communicator.TorchCommunicator(process_group)` for other groups, timeouts, or
+            several optimizers after each other; or one of your own (see `mdas.communicator.Communicator`).
 
     Raises:
         MismatchError: on every rank, if models or options differ; names the first difference.
@@ -113,7 +128,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         max_value: float | None = None,
         nan_check: Literal["skip", "raise"] = "skip",
         fused: bool | None = None,
-        group: Group | None = None,
+        check_every: int | None = None,
+        group: Group | DeviceMesh | None = None,
         communicator: Communicator | Literal["core", "torch"] | None = None,
     ) -> None:
         check_types(optimizer, module)
@@ -123,7 +139,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "close() the first DistributedOptimizer and pass the torch optimizer again"
             )
         check_options(
-            optimizer, schedule, predict, sketch_rank, warmup_steps, bucket_mb, max_norm, max_value, nan_check
+            optimizer,
+            schedule,
+            predict,
+            sketch_rank,
+            warmup_steps,
+            bucket_mb,
+            max_norm,
+            max_value,
+            nan_check,
+            check_every,
         )
         named = trained_parameters(optimizer, module)
         communicator = choose(communicator, group, named[0][1].device)
@@ -131,9 +156,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         options = (
             f"schedule={schedule!r}, predict={predict!r}, sketch_rank={sketch_rank}, "
             f"warmup_steps={warmup_steps}, bucket_mb={bucket_mb}, max_norm={max_norm}, "
-            f"max_value={max_value}, nan_check={nan_check!r}, fused={fused}"
+            f"max_value={max_value}, nan_check={nan_check!r}, fused={fused}, check_every={check_every}"
         )
         require_agreement(communicator, [options, *describe(optimizer, module)])
+        shards.check(named, communicator, predict, nan_check)
+        if max_norm is not None:
+            shards.refuse_norm(p for _, p in named)
         broadcast_tensors(communicator, [*module.parameters(), *module.buffers()])
         # With one rank there is nothing to hide.
         delayed = schedule == "delayed" and communicator.size > 1
@@ -141,6 +169,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._module = module
         self._communicator = communicator
         self._predict = predict
+        self._bucket_mb = bucket_mb
+        self._comparison = None if check_every is None else PeriodicComparison(communicator, check_every)
         self._layout = Layout(named, int(bucket_mb * 2**20))
         clip = Clip(max_norm, max_value)
         self._update = choose_update(optimizer, self._layout, clip, communicator.size, fused)
@@ -157,9 +187,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._collector = Collector(self._layout, self._pipeline.filled)
         self._collector.begin(self._pipeline.new_round())
         self._weights = BaseWeights(module, self._layout, self._collector, self._pipeline)
-        trained = set(self._layout.parameters)
+        trained = {place.parameter for place in self._layout.places}
         self._frozen = [p for group in optimizer.param_groups for p in group["params"] if p not in trained]
-        self._index = {p: i for i, p in enumerate(self._layout.parameters)}
+        self._index: dict[Tensor, int] = {place.parameter: place.index for place in self._layout.places}
         self.closed = False
         """Has `close()` been called?"""
         self._needs_closure = needs_closure(optimizer)
@@ -213,6 +243,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with self._finished_round() as round:
             self._pipeline.step(round, snapshot(self.param_groups), unit)
+            self._check()
         # A scheduler that was built on the wrapped optimizer asks it whether it has made a step.
         self._inner._opt_called = True  # type: ignore[attr-defined]
         return loss
@@ -238,7 +269,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._communicator.allreduce(value, value, op="average", lane="urgent", tag=LOSS_TAG).wait()
             return value[0].to(torch.as_tensor(loss).dtype)
 
-        return self._inner.step(averaged)  # type: ignore[arg-type]
+        value = self._inner.step(averaged)  # type: ignore[arg-type]
+        self._check()
+        return value
+
+    def _check(self) -> None:
+        if self._comparison is not None:
+            self._comparison.after_step(self._pipeline.current_base)
 
     @torch.no_grad()
     def _idle_step(self) -> bool:
@@ -253,6 +290,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             with self._finished_round(idle=True) as round:
                 self._pipeline.step(round, snapshot(self.param_groups), self._pipeline.unit)
+                self._check()
         finally:
             self._pipeline.idle = False
         return self._pipeline.all_idle
@@ -286,6 +324,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         synchronous step that of this step, under the delayed schedule that of two steps ago.
         """
         _positive("max_norm", max_norm)
+        shards.refuse_norm(self._index)
         round = self._collector.complete()
         round.clip = replace(round.clip, norm=max_norm)
         return torch.tensor(self._pipeline.norm(round))
@@ -326,7 +365,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if index is None:
             raise InvalidArgumentError("averaged_grad: not a parameter that this optimizer trains")
         pipeline = self._pipeline
-        return pipeline.history.views[index] / pipeline.unit if pipeline.used[index] else None
+        return shards.like(pipeline.history.views[index] / pipeline.unit, parameter) if pipeline.used[index] else None
 
     def sync_buffers(self) -> None:
         """Averages the module's floating-point buffers (BatchNorm statistics) over the ranks. Collective:
@@ -344,7 +383,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._collector.started:
             raise RuntimeError("check_weights() between backward() and step(): call it after step()")
         steps = self._pipeline.measured.steps
-        require_equal(self._communicator, self._pipeline.current_base(), f"after {steps} steps, the base weights")
+        base = self._pipeline.current_base()
+        Comparison(self._communicator, base, f"after {steps} steps, the base weights").require_equal()
 
     def observe(self, *, loss: float | Tensor | None = None, samples: int | None = None) -> None:
         """Adds this rank's loss (mean over its samples) and number of samples to the next step's tally."""
@@ -378,6 +418,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         state = self._inner.state_dict()
         state["mdas"] = checkpoint.save(self._pipeline, self._communicator.rank, self._predict)
+        state["mdas"]["circumstances"] = self._circumstances()
         return state
 
     @torch.no_grad()
@@ -387,7 +428,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         From a state without our part (a plain torch optimizer's) the delay starts anew, with a warning.
 
-        Raises InvalidArgumentError if it is of another model, or of another version's format.
+        Raises InvalidArgumentError if it is of another model, or of another version's format, or, with
+        MDAS_DETERMINISTIC=1, if training would not go on with the same bits: names what is different.
         """
         self._collector.require_round()
         if self._collector.started:
@@ -397,6 +439,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         saved = state_dict.get("mdas")
         if saved is not None:
             checkpoint.check(self._layout, saved)
+        require_same((saved or {}).get("circumstances"), self._circumstances())
         self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != "mdas"})
         if saved is None:
             logger.warning("load_state_dict: a torch optimizer's state; delay and warm-up start anew")
@@ -405,6 +448,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             checkpoint.load(self._pipeline, saved, self._communicator.rank, self._predict)
         self._weights.forget()
+
+    def _circumstances(self) -> Circumstances:
+        return circumstances(self._communicator, self._update.name, self._bucket_mb)
 
     @torch.no_grad()
     def close(self) -> None:

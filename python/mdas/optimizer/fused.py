@@ -15,6 +15,7 @@ from torch import Tensor
 from mdas import _core
 from mdas.errors import InvalidArgumentError
 from mdas.optimizer.buckets import Layout, Place, Vector
+from mdas.optimizer.shards import sharded
 from mdas.optimizer.update import Change, Clip, GenericUpdate, Update
 
 Group = dict[str, Any]
@@ -130,6 +131,8 @@ def why_not_fused(inner: torch.optim.Optimizer, layout: Layout) -> str | None:
         return "there is no fused kernel with amsgrad, capturable or differentiable"
     for place in layout.places:
         p = place.parameter
+        if sharded(p):
+            return f"parameter {place.name!r} is divided among ranks (DTensor)"
         if p.dtype != torch.float32 or not p.is_contiguous() or p.device.type != "cpu":
             return f"parameter {place.name!r} is not contiguous float32 in CPU memory"
     return None

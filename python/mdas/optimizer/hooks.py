@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from mdas.communicator import Work
 from mdas.optimizer import kernels
 from mdas.optimizer.buckets import Layout, Place, Vector
+from mdas.optimizer.shards import local, part_of_gradient
 from mdas.optimizer.tally import Tally, TallyExchange
 from mdas.optimizer.update import Clip
 
@@ -33,6 +34,10 @@ class Round:
     """Of all ranks; complete once `works` are done."""
     used: list[bool]
     """Per parameter: has this rank a gradient? After `settle`: has any rank one?"""
+    trained: list[bool] = field(default_factory=list)
+    """Per parameter: did it require a gradient on this rank when the step was made?"""
+    alike: bool = True
+    """Did the same parameters on all ranks? Known once the tally is."""
     works: list[Work] = field(default_factory=list)
     """One per bucket launched, in bucket order."""
     tally_work: Work | None = None
@@ -70,7 +75,7 @@ class Round:
         """Waits until the tally has arrived; None if none was launched. May be called again."""
         if self.tally is None and self.tally_work is not None:
             self.tally_work.wait()
-            self.tally, self.used = exchange.read()
+            self.tally, self.used, self.alike = exchange.read()
         return self.tally
 
 
@@ -204,7 +209,7 @@ class Collector:
             gradient = parameter.grad
             assert gradient is not None
             self._take(round, place, gradient)
-            self._taken[index] = gradient, gradient._version
+            self._taken[index] = gradient, local(gradient)._version
             self._missing[bucket] -= 1
             if not self._missing[bucket]:
                 self._hand_on(round)
@@ -217,7 +222,7 @@ class Collector:
             if taken is None or self._warned:
                 continue
             gradient, version = taken
-            if place.parameter.grad is gradient and gradient._version == version:
+            if place.parameter.grad is gradient and local(gradient)._version == version:
                 continue
             self._warned = True
             warnings.warn(
@@ -231,7 +236,8 @@ class Collector:
     def _take(self, round: Round, place: Place, gradient: Tensor) -> None:
         if gradient.layout != torch.strided:
             raise RuntimeError(f"parameter {place.name!r} got a {gradient.layout} gradient: {SPARSE}")
-        self._squares[place.index] = kernels.copy_squared(round.gradient.views[place.index], gradient)
+        part = part_of_gradient(gradient, place.parameter)
+        self._squares[place.index] = kernels.copy_squared(round.gradient.views[place.index], part)
         round.used[place.index] = True
 
     def _hand_on(self, round: Round) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from mdas.errors import InvalidArgumentError
 from mdas.optimizer.hooks import SPARSE
 from mdas.optimizer.predict import PREDICTIONS
+from mdas.optimizer.shards import division
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -35,6 +36,7 @@ def check_options(
     max_norm: float | None,
     max_value: float | None,
     nan_check: str,
+    check_every: int | None,
 ) -> None:
     if schedule not in ("delayed", "sync"):
         raise InvalidArgumentError(f'schedule={schedule!r}: choose "delayed" or "sync"')
@@ -53,6 +55,8 @@ def check_options(
         raise InvalidArgumentError(f"max_value={max_value!r}: a number, more than 0, or None")
     if nan_check not in ("skip", "raise"):
         raise InvalidArgumentError(f'nan_check={nan_check!r}: choose "skip" or "raise"')
+    if not (check_every is None or (isinstance(check_every, int) and check_every >= 1)):
+        raise InvalidArgumentError(f"check_every={check_every!r}: a number of steps, at least 1, or None")
     if schedule == "delayed" and needs_closure(optimizer):
         raise InvalidArgumentError(
             f"{type(optimizer).__name__} evaluates the loss several times per step, at weights that depend on "
@@ -108,7 +112,7 @@ def describe(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:
     for name, p in module.named_parameters():
         lines.append(
             f"parameter {name!r} of shape {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}, "
-            f"group {groups.get(id(p))}"
+            f"group {groups.get(id(p))}{division(p)}"
         )
     for name, b in module.named_buffers():
         lines.append(f"buffer {name!r} of shape {tuple(b.shape)}, {b.dtype}")

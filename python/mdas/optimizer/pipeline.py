@@ -19,9 +19,11 @@ from torch import Tensor
 from mdas.communicator import Communicator, Work
 from mdas.errors import Error, NonFiniteError
 from mdas.optimizer import kernels
+from mdas.optimizer.agreement import require_same_trained
 from mdas.optimizer.buckets import Layout, Vector
 from mdas.optimizer.hooks import Round
 from mdas.optimizer.predict import Confidence, Prediction
+from mdas.optimizer.shards import like
 from mdas.optimizer.sketch import Sketch, Sketcher
 from mdas.optimizer.tally import Tally, TallyExchange
 from mdas.optimizer.update import Change, Clip, Hyper, Update
@@ -204,7 +206,7 @@ class Pipeline:
             return  # the line search sees the loss, which is not finite either
         for place in self.layout.places:
             if self.used[place.index]:
-                place.parameter.grad = self.history.views[place.index].clone()
+                place.parameter.grad = like(self.history.views[place.index].clone(), place.parameter)
 
     def preview(self) -> Vector | None:
         """The base weights with the pending average applied, in memory of their own.
@@ -256,6 +258,8 @@ class Pipeline:
     def end(self) -> None:
         """As `finish`, but an average that is lost is left out."""
         self.pending = self.settled()
+        if self.pending is not None:
+            self.pending.alike = True  # there is no step to come that could differ, and ranks end when they like
         self.finish()
 
     def restart(self) -> None:
@@ -351,6 +355,9 @@ class Pipeline:
         start = time.perf_counter()
         round.settle(self.exchange)
         self._waited(start)
+        if not round.alike:
+            names = [place.name for place in self.layout.places]
+            require_same_trained(self._communicator, names, round.trained, round.number)
         assert round.tally is not None
         self.tally = round.tally
         self.all_idle = self.tally.active == 0
@@ -408,7 +415,8 @@ class Pipeline:
         if self.adaptive:
             round.shared = shared
             own.spread = kernels.squared_distance(round.gradient, shared) / self.unit**2 / self.size
-        round.tally_work = self.exchange.launch(own, round.used)
+        round.trained = [place.parameter.requires_grad for place in self.layout.places]
+        round.tally_work = self.exchange.launch(own, round.used, round.trained)
 
     def _predict(self, round: Round, shared: Vector, used: list[bool]) -> Change | None:
         """ghat, as what a second update is to be made with."""

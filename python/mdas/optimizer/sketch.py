@@ -275,9 +275,9 @@ class Sketch:
 
 
 def _shape(place: Place) -> tuple[int, int]:
-    shape = place.parameter.shape
+    shape = place.shape
     rows = shape[0] if len(shape) > 1 else 1
-    return rows, place.parameter.numel() // max(rows, 1)
+    return rows, shape.numel() // max(rows, 1)
 
 
 def _shrinks(place: Place, rank: int) -> bool:

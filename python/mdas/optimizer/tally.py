@@ -54,9 +54,14 @@ class Tally:
 
 _FIELDS = tuple(field.name for field in fields(Tally))
 
+_TRAINED = 2.0**26
+"""Two counts in one float64, which holds integers up to 2^53: ranks that used a parameter, and this many times those
+on which it requires a gradient.
+"""
+
 
 class TallyExchange:
-    """One tally under way at a time, with a flag per parameter: was it used in this step?"""
+    """One tally under way at a time, with two flags per parameter: was it used in this step, is it trained at all?"""
 
     def __init__(self, communicator: Communicator, parameters: int) -> None:
         self._communicator = communicator
@@ -64,14 +69,18 @@ class TallyExchange:
         self._input = communicator.memory(len(_FIELDS) + parameters, torch.float64)
         self._output = communicator.memory(len(_FIELDS) + parameters, torch.float64)
 
-    def launch(self, tally: Tally, used: Sequence[bool]) -> Work:
+    def launch(self, tally: Tally, used: Sequence[bool], trained: Sequence[bool]) -> Work:
         """Starts the exchange. The tally before must have been read."""
         values = [getattr(tally, name) for name in _FIELDS]
-        values.extend(used)
+        values.extend(u + _TRAINED * t for u, t in zip(used, trained, strict=True))
         self._input.copy_(torch.tensor(values, dtype=torch.float64))
         return self._communicator.allreduce(self._input, self._output, op="sum", lane="urgent", tag=TAG)
 
-    def read(self) -> tuple[Tally, list[bool]]:
-        """The sum over all ranks, and which parameters any rank used; after the work is done."""
+    def read(self) -> tuple[Tally, list[bool], bool]:
+        """The sum over all ranks, which parameters any rank used, and whether all ranks train the same ones; after the
+        work is done.
+        """
         values = self._output.tolist()
-        return Tally(*values[: len(_FIELDS)]), [count > 0 for count in values[len(_FIELDS) :]]
+        counts = [divmod(count, _TRAINED) for count in values[len(_FIELDS) :]]
+        alike = all(trained in (0, self.size) for trained, _ in counts)
+        return Tally(*values[: len(_FIELDS)]), [used > 0 for _, used in counts], alike

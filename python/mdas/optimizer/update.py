@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mdas.optimizer.buckets import Layout, Vector
+from mdas.optimizer.shards import like, local, put
 
 Hyper = list[dict[str, Any]]
 """One dictionary per parameter group: all but its parameters."""
@@ -145,10 +146,10 @@ class GenericUpdate:
         if change.limit is not None:
             for flat in own.flats:
                 flat.clamp_(-change.limit, change.limit)
-        parameters = self._layout.parameters
+        parameters = [place.parameter for place in self._layout.places]
         theirs = [p.grad for p in parameters]
         for p, view, is_used in zip(parameters, own.views, change.used, strict=True):
-            p.grad = view if is_used else None
+            p.grad = like(view, p) if is_used else None
         try:
             yield
         finally:
@@ -176,14 +177,15 @@ class GenericUpdate:
 @contextmanager
 def weights_in(layout: Layout, weights: Sequence[Tensor]) -> Iterator[None]:
     """The parameters lie in the memory of `weights` for a while."""
-    theirs = [p.data for p in layout.parameters]
-    for p, view in zip(layout.parameters, weights, strict=True):
-        p.data = view
+    parameters = [place.parameter for place in layout.places]
+    theirs = [local(p).data for p in parameters]
+    for p, view in zip(parameters, weights, strict=True):
+        put(p, view)
     try:
         yield
     finally:
-        for p, data in zip(layout.parameters, theirs, strict=True):
-            p.data = data
+        for p, data in zip(parameters, theirs, strict=True):
+            put(p, data)
 
 
 def _clone(value: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mdas.optimizer.buckets import Layout, Vector
 from mdas.optimizer.hooks import Collector
 from mdas.optimizer.pipeline import Pipeline
+from mdas.optimizer.shards import like
 from mdas.optimizer.update import weights_in
 
 logger = logging.getLogger("mdas.optimizer")
@@ -122,12 +123,13 @@ class BaseWeights:
         weights = self._get()
         if weights is None:
             return
-        views = dict(zip(map(id, self._layout.parameters), weights.views, strict=True))
+        views = {id(place.parameter): weights.views[place.index] for place in self._layout.places}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             key, view = prefix + name, views.get(id(parameter))
             if view is not None and key in state:
                 kept_vars = isinstance(state[key], nn.Parameter)
-                state[key] = nn.Parameter(view, parameter.requires_grad) if kept_vars else view
+                value = like(view, parameter)
+                state[key] = nn.Parameter(value, parameter.requires_grad) if kept_vars else value
 
     @torch.no_grad()
     def _before_load(self, *args: Any) -> None:

@@ -12,7 +12,8 @@ from mdtext import ROOT, Block, blocks
 
 from processes import clean_environment
 
-DIFFERENCES = [block for block in blocks((ROOT / "docs" / "migrating.md").read_text()) if block.language == "diff"]
+BLOCKS = blocks((ROOT / "docs" / "migrating.md").read_text())
+DIFFERENCES = [block for block in BLOCKS if block.language == "diff"]
 
 
 def side(block: Block, sign: str) -> str:
@@ -37,6 +38,13 @@ def test_there_is_one_for_each() -> None:
 @pytest.mark.parametrize("block", DIFFERENCES, ids=lambda block: f"line {block.line}")
 def test_the_new_script_runs(block: Block, tmp_path: Path) -> None:
     done = launch(side(block, "+"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "WARN" not in done.stderr
+
+
+def test_the_hook_for_ddp_runs(tmp_path: Path) -> None:
+    (block,) = [block for block in BLOCKS if block.language == "python"]
+    done = launch(block.text, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "WARN" not in done.stderr
 

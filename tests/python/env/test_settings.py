@@ -71,6 +71,7 @@ def test_verbs() -> None:
         ("MDAS_LOG", "warn,mdas_core=loud"),
         ("MDAS_TCP_RATE_LIMIT", str(2**32)),
         ("MDAS_TCP_RATE_LIMIT", "200mbit"),
+        ("MDAS_DETERMINISTIC", "yes"),
     ],
 )
 def test_nonsense_is_named(variable: str, value: str) -> None:

@@ -63,6 +63,8 @@ class FakeWork:
 class FakeCommunicator:
     """One rank's end. The result appears when the last rank has called."""
 
+    summation = "in rank order"
+
     def __init__(self, network: FakeNetwork, rank: int) -> None:
         self._network = network
         self.rank = rank

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from ranks import DEADLINE, FakeNetwork, on_ranks
+from ranks import DEADLINE, FakeNetwork, on_core_ranks, on_ranks
 
 from mdas.errors import MismatchError, PeerLostError
 from training import base, batch, flat, loss, mlp, train, wrapped
@@ -238,3 +238,37 @@ def test_a_rank_whose_weights_have_parted_is_named(options):
             optimizer.check_weights()
 
     on_ranks(3, body)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "sync"}, {"predict": "sketch"}])
+def test_parted_weights_are_noticed_by_themselves(options):
+    """Every third step; told with the next one, on all ranks."""
+
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, check_every=3, **options)
+        train(optimizer, model, range(4), communicator.rank)
+        if communicator.rank == 1:
+            weights = optimizer._pipeline.base
+            (model[0].weight if weights is None else weights.flats[0]).data.view(-1)[5] += 1e-6
+        train(optimizer, model, range(4, 6), communicator.rank)
+        with pytest.raises(MismatchError, match=r"check_every: after 6 steps, the base weights of ranks \[1\] differ"):
+            train(optimizer, model, range(6, 7), communicator.rank)
+        with pytest.raises(RuntimeError, match=r"the last step\(\) failed with MismatchError"):
+            train(optimizer, model, range(7, 8), communicator.rank)
+
+    on_ranks(3, body)
+
+
+def test_checking_changes_nothing():
+    def body(communicator):
+        weights = []
+        for every in (None, 1, 2):
+            model = mlp()
+            optimizer = wrapped(model, communicator, check_every=every)
+            train(optimizer, model, range(5), communicator.rank)
+            optimizer.close()
+            weights.append(flat(model))
+        return all(torch.equal(weights[0], other) for other in weights[1:])
+
+    assert on_core_ranks(2, body) == [True, True]

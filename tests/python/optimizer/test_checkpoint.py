@@ -1,5 +1,6 @@
 """Saved with a gradient in flight, resumed bit for bit."""
 
+import copy
 import io
 import logging
 
@@ -219,3 +220,38 @@ def test_only_between_steps():
         optimizer.step()
 
     on_ranks(2, body)
+
+
+def test_a_deterministic_run_is_resumed_in_the_same_circumstances_only(monkeypatch):
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator)
+        train(optimizer, model, range(3), communicator.rank)
+        return optimizer.state_dict()
+
+    saved, _ = on_ranks(2, body)
+    assert saved["mdas"]["circumstances"]["order of summation"] == "in rank order"
+
+    def resumed(**options):
+        def body(communicator):
+            model = mlp()
+            optimizer = wrapped(model, communicator, **options)
+            optimizer.load_state_dict(copy.deepcopy(saved))
+            return optimizer._pipeline.measured.steps
+
+        return body
+
+    monkeypatch.setenv("MDAS_DETERMINISTIC", "1")
+    assert on_ranks(2, resumed()) == [3, 3]
+    with pytest.raises(
+        InvalidArgumentError, match=r"bucket_mb: 0\.001 then, 1\.0 now. Restore that, or unset MDAS_DET"
+    ):
+        on_ranks(2, resumed(bucket_mb=1.0))
+    with pytest.raises(InvalidArgumentError, match="ranks: 2 then, 3 now"):
+        on_ranks(3, resumed())
+    plain = {key: value for key, value in saved.items() if key != "mdas"}
+    saved = plain
+    with pytest.raises(InvalidArgumentError, match="the file does not tell how it was made"):
+        on_ranks(2, resumed())
+    monkeypatch.setenv("MDAS_DETERMINISTIC", "0")
+    assert on_ranks(2, resumed(bucket_mb=1.0)) == [0, 0]

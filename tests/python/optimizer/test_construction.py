@@ -93,6 +93,7 @@ def test_different_hyper_parameters_are_refused_on_all_ranks():
         ({"bucket_mb": math.inf}, "bucket_mb=inf: a finite number"),
         ({"bucket_mb": "4"}, "bucket_mb='4': a finite number"),
         ({"max_norm": -1.0}, "max_norm=-1.0: .*more than 0"),
+        ({"check_every": 0}, "check_every=0: .*at least 1"),
         ({"max_norm": math.nan}, "max_norm=nan: .*more than 0"),
     ],
 )

@@ -256,7 +256,7 @@ def test_unused_on_some_ranks_and_changing(schedule):
 
 
 def test_frozen_on_one_rank_only_is_an_error():
-    """At construction. (Midway it looks like a parameter that this rank does not use.)"""
+    """At construction."""
 
     def body(communicator):
         model = built(Twice)
@@ -265,3 +265,40 @@ def test_frozen_on_one_rank_only_is_an_error():
             wrapped(model, communicator, sgd)
 
     on_core_ranks(SIZE, body)
+
+
+@schedules
+@pytest.mark.parametrize("frozen", [True, False])
+def test_frozen_or_unfrozen_midway_on_one_rank_only_is_an_error(schedule, frozen):
+    """Told to all ranks as soon as that step's tally is read: in this step or, if it is delayed, the next."""
+
+    def body(communicator):
+        model = built(Twice)
+        optimizer = wrapped(model, communicator, sgd, **SCHEDULES[schedule])
+
+        def step(number):
+            optimizer.zero_grad()
+            loss(model, number, communicator.rank).backward()
+            optimizer.step()
+
+        for number in range(6):
+            if number == 2:
+                model.last.bias.requires_grad_(not frozen)
+            if number == 4:
+                model.last.bias.requires_grad_(frozen if communicator.rank == 1 else not frozen)
+            if number == (4 if schedule == "sync" else 5):
+                break
+            step(number)
+        with pytest.raises(MismatchError) as caught:
+            step(number)
+        # What there is can still be saved.
+        assert optimizer.state_dict()["mdas"]["steps"] == number
+        optimizer.close()
+        return str(caught.value)
+
+    expected = (
+        f"DistributedOptimizer: rank 0 has requires_grad={not frozen} for parameter 'last.bias' in step 4, but rank 1 "
+        f"has requires_grad={frozen} for parameter 'last.bias' in step 4; freeze and unfreeze parameters on all ranks "
+        "before the same backward pass"
+    )
+    assert on_core_ranks(SIZE, body) == [expected, expected]
