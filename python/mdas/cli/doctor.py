@@ -145,7 +145,7 @@ def _limits(job: env.Job) -> Iterator[Finding]:
     )
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     amount = _limit(locked) if locked == resource.RLIM_INFINITY else in_bytes(locked)
-    yield Finding("limits", "locked memory (memlock)", amount, note="TCP needs none")
+    yield Finding("limits", "locked memory (memlock)", amount, note="TCP needs none, RDMA as much as travels")
     if Path("/dev/shm").is_dir():
         shm = os.statvfs("/dev/shm")
         free, whole = in_bytes(shm.f_bavail * shm.f_frsize), in_bytes(shm.f_blocks * shm.f_frsize)

@@ -64,7 +64,8 @@ pub(super) fn best(gids: &[Gid], route: Option<IpAddr>) -> Result<&Gid, String> 
 pub(super) fn description(gid: &Gid, route: Option<IpAddr>) -> &'static str {
     match class(gid, route) {
         Class::Route => "GID of the address on the route to the peers",
-        Class::Ipv4 => "GID of an IPv4 address, not that of the route to the peers",
+        Class::Ipv4 if route.is_some() => "GID of an IPv4 address, not that of the route to the peers",
+        Class::Ipv4 => "GID of an IPv4 address",
         Class::Ipv6 => "GID of a routed IPv6 address",
         Class::LinkLocal => "GID of a link-local address",
     }

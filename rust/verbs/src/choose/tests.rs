@@ -137,6 +137,15 @@ fn the_gid_of_the_route_then_ipv4_then_ipv6_then_link_local() {
 }
 
 #[test]
+fn without_a_route_the_choice_does_not_speak_of_one() {
+    let devices = [device("rxe0", None, vec![roce("10.0.0.5")])];
+    let why = |route| choose(&devices, &Request { route, ..Request::default() }).unwrap().why;
+    assert_eq!(why(None), "the only usable port, GID of an IPv4 address");
+    let elsewhere = "the only usable port, GID of an IPv4 address, not that of the route to the peers";
+    assert_eq!(why(Some([127, 0, 0, 1].into())), elsewhere);
+}
+
+#[test]
 fn a_link_local_gid_comes_with_a_warning() {
     for address in ["fe80::1", "169.254.7.7"] {
         let port = ethernet(1, vec![gid(0, V1, address), gid(1, V2, address)]);
