@@ -75,8 +75,8 @@ class Comparison:
         if parted:
             raise MismatchError(
                 f"{self._what} of ranks {parted} differ from those of the other {len(digests) - len(parted)}: "
-                "something has changed weights or optimizer state on some ranks only (a seed, a file, a faulty memory). "
-                "Restart from a checkpoint, and look at what these ranks do differently"
+                "something has changed weights or optimizer state on some ranks only (a seed, a file, faulty memory): "
+                "restart from a checkpoint, and look at what these ranks do differently"
             )
 
 

@@ -233,52 +233,10 @@ def print_init(transport: str) -> None:
 
 @scenario
 def doctor() -> Result:
-    """What `mdas doctor` says, and the tables, as pyverbs sees them."""
-    from mdas import _core
-
-    done = subprocess.run(
-        [sys.executable, "-m", "mdas.cli", "doctor"], capture_output=True, text=True, timeout=120, check=False
-    )
-    device, port = _core.verbs_devices()[0], _core.verbs_devices()[0].ports[0]
-    ours = {
-        "name": device.name,
-        "guid": ":".join(f"{device.guid:016x}"[k : k + 4] for k in range(0, 16, 4)),
-        "state": port.state,
-        "lid": port.lid,
-        "mtu": port.active_mtu,
-        "max_msg_size": port.max_msg_size,
-        "link_layer": port.link_layer,
-        "gids": {str(gid.index): gid.address for gid in port.gids},
-    }
-    theirs = subprocess.run(
-        ["/usr/bin/python3", "-c", PYVERBS], capture_output=True, text=True, timeout=120, check=False
-    )
-    return {
-        "text": done.stdout,
-        "status": done.returncode,
-        "ours": ours,
-        "pyverbs": theirs.stdout,
-        "stderr": theirs.stderr,
-    }
-
-
-PYVERBS = """
-import ipaddress, json
-from pyverbs.device import Context, get_device_list
-device = get_device_list()[0]
-context = Context(name=device.name.decode())
-port, attributes = context.query_port(1), context.query_device()
-gids = {}
-for index in range(port.gid_tbl_len):
-    gid = str(context.query_gid(1, index))
-    if set(gid) != {"0", ":"}:
-        gids[index] = str(ipaddress.IPv6Address(gid))
-states, layers = {4: "active", 1: "down"}, {1: "InfiniBand", 2: "Ethernet"}
-print(json.dumps({"name": device.name.decode(), "guid": str(attributes.node_guid), "state": states[port.state],
-    "link_layer": layers[port.link_layer],
-    "lid": port.lid, "mtu": 128 << port.active_mtu, "max_msg_size": port.max_msg_sz,
-    "gids": gids}))
-"""
+    """What `mdas doctor` says."""
+    words = [sys.executable, "-m", "mdas.cli", "doctor"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    return {"text": done.stdout, "status": done.returncode}
 
 
 @scenario
