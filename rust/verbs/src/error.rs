@@ -10,7 +10,7 @@ pub enum Error {
     #[error("{0}")]
     Library(String),
     /// A call returned an error.
-    #[error("{verb} on {place}: {} (errno {errno}){hint}", std::io::Error::from_raw_os_error(*errno))]
+    #[error("{verb} on {place}: {}{hint}", std::io::Error::from_raw_os_error(*errno))]
     Verb {
         /// Its name in C.
         verb: &'static str,

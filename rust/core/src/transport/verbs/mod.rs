@@ -14,21 +14,20 @@
 
 mod channel;
 mod frames;
+mod progress;
 mod registry;
 mod setup;
 
 use crate::bootstrap::wire::Patience;
 use crate::error::{Error, Result};
-use crate::transport::poller::{Poller, Ready};
+use crate::transport::poller::Poller;
 use crate::transport::tcp::socket;
 use crate::transport::{Event, Keeper, LandingKey, Lane, MAX_CONTROL_BYTES, RawSpan, Transport, Wake, WriteId};
-use channel::{Channel, Ended, GOODBYE, RECEIVE, Request};
+use channel::{Channel, Request};
 use frames::Frames;
 use mdas_verbs::choose::Choice;
 use mdas_verbs::sys::Sge;
-use mdas_verbs::{
-    AsyncEvent, Completion, CompletionChannel, CompletionQueue, Context, Outcome, ProtectionDomain, explain,
-};
+use mdas_verbs::{Completion, CompletionChannel, CompletionQueue, Context, ProtectionDomain};
 use registry::Registry;
 use std::collections::HashMap;
 use std::net::TcpStream;
@@ -215,97 +214,6 @@ impl Verbs {
         self.backlog = events;
     }
 
-    /// Takes completions in until there are none; returns whether there were any.
-    fn drain(&mut self, events: &mut Vec<Event>) -> Result<bool> {
-        let mut any = false;
-        loop {
-            let mut completions = std::mem::take(&mut self.completions);
-            let polled = self.queue.poll(BATCH, &mut completions);
-            for completion in completions.drain(..) {
-                self.complete(completion, events);
-            }
-            self.completions = completions;
-            let count = polled.map_err(|error| Error::system("verbs", error))?;
-            any |= count > 0;
-            if count < BATCH {
-                return Ok(any);
-            }
-        }
-    }
-
-    fn complete(&mut self, completion: Completion, events: &mut Vec<Event>) {
-        // Of a queue pair that is gone there may be some left.
-        let Some(&(peer, lane)) = self.numbers.get(&completion.queue_pair) else { return };
-        let frames = &mut self.frames;
-        let Peer { channels: Some(channels), .. } = &mut self.peers[peer] else { return };
-        let channel = &mut channels[lane as usize];
-        match completion.outcome {
-            Outcome::Sent => {
-                channel.finish(completion.id, frames, |ended| {
-                    if let Ended::Write(id) = ended {
-                        events.push(Event::Sent { id });
-                    }
-                });
-                self.pump(peer, lane, events);
-            }
-            Outcome::Received { bytes, immediate } => {
-                let buffer = (completion.id & !RECEIVE) as usize;
-                if immediate & GOODBYE != 0 {
-                    channel.goodbye = true;
-                } else {
-                    channel.credit = channel.credit.saturating_add(immediate);
-                }
-                if bytes > 0 {
-                    channel.owed += 1;
-                    events.push(Event::Control { peer, frame: frames.message(buffer, bytes as usize) });
-                }
-                if channels.iter().all(|channel| channel.goodbye) {
-                    return self.depart(peer, events);
-                }
-                self.receive_again(peer, lane, completion.id, events);
-                self.pump(peer, lane, events);
-                let returned = self.channel(peer, lane).map(|channel| channel.return_credit(OWED));
-                if let Some(Err(error)) = returned {
-                    self.lose(peer, error.to_string(), events);
-                }
-            }
-            Outcome::Written { bytes, immediate } => {
-                match self.landings.remove(&immediate) {
-                    Some(Some(landing)) if landing.peer == peer && landing.memory.len == bytes as usize => {
-                        let key = self.key(immediate, landing.memory);
-                        events.push(Event::Arrived { peer, key });
-                    }
-                    Some(None) => {} // withdrawn, and written before that
-                    _ => {
-                        let cause = format!(
-                            "protocol error: {bytes} bytes for landing area {immediate}, which it was not offered"
-                        );
-                        return self.lose(peer, cause, events);
-                    }
-                }
-                self.receive_again(peer, lane, completion.id, events);
-            }
-            Outcome::Failed { status, vendor } => {
-                let Choice { device, port, gid, .. } = &self.choice;
-                let gid = std::net::Ipv6Addr::from(*gid);
-                let cause = format!(
-                    "{} (status {status}, vendor error {vendor:#x}) on {device} port {port}, GID {gid}",
-                    explain(status)
-                );
-                self.lose(peer, cause, events);
-            }
-        }
-    }
-
-    fn receive_again(&mut self, peer: usize, lane: Lane, id: u64, events: &mut Vec<Event>) {
-        let piece = (lane == Lane::Urgent).then(|| self.frames.piece((id & !RECEIVE) as usize));
-        let Some(channel) = self.channel(peer, lane) else { return };
-        // SAFETY: the completion of this receive has been seen, and its message taken out: the buffer is free again.
-        if let Err(error) = unsafe { channel.pair.receive(id, piece) } {
-            self.lose(peer, error.to_string(), events);
-        }
-    }
-
     /// Names a landing area towards the peer; the same every time as long as it is registered.
     fn key(&self, number: u32, memory: RawSpan) -> LandingKey {
         let rkey = self.registry.keys(memory).map_or(0, |(_, rkey)| rkey);
@@ -339,75 +247,6 @@ impl Verbs {
         if !self.closing {
             self.disconnect(peer);
         }
-    }
-
-    /// The peer's stream has something: it can only be its end.
-    fn listen(&mut self, peer: usize, events: &mut Vec<Event>) -> Result<()> {
-        let Some(stream) = &self.peers[peer].stream else { return Ok(()) };
-        let mut byte = [0];
-        let cause = match rustix::io::read(stream, &mut byte) {
-            Ok(0) => "connection closed".into(),
-            Ok(_) => "protocol error: it sent something beside its queue pairs".into(),
-            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return Ok(()),
-            Err(errno) => errno.to_string(),
-        };
-        // What it sent before it went is there already.
-        self.drain(events)?;
-        if self.peers[peer].state == State::Connected {
-            self.lose(peer, cause, events);
-        } else {
-            self.disconnect(peer);
-        }
-        Ok(())
-    }
-
-    fn device_event(&mut self, events: &mut Vec<Event>) -> Result<()> {
-        let name = self.choice.device.clone();
-        while let Some(event) = self.context.next_event().map_err(|error| Error::system("verbs", error))? {
-            match event {
-                AsyncEvent::PortDown(port) => log::warn!("verbs: {name} port {port} is down"),
-                AsyncEvent::PortActive(port) => log::info!("verbs: {name} port {port} is active"),
-                AsyncEvent::QueuePair(number) => {
-                    self.drain(events)?; // its requests say more
-                    if let Some(&(peer, _)) = self.numbers.get(&number) {
-                        self.lose(peer, format!("the queue pair for it on {} failed", self.choice.device), events);
-                        return self.device_event(events);
-                    }
-                }
-                AsyncEvent::Device => {
-                    return Err(Error::system("verbs", format!("the device {name} has failed")));
-                }
-                AsyncEvent::Other(_) => {}
-            }
-        }
-        Ok(())
-    }
-
-    /// Waits up to `wait` for completions, streams, or the waker; returns whether the waker was used.
-    fn turn(&mut self, wait: Duration, events: &mut Vec<Event>) -> Result<bool> {
-        let start = Instant::now();
-        while !wait.is_zero() && start.elapsed() < SPIN {
-            if self.drain(events)? {
-                return Ok(false);
-            }
-        }
-        self.queue.arm().map_err(|error| Error::system("verbs", error))?;
-        // What came before the queue was armed wakes nobody.
-        let wait = if self.drain(events)? { Duration::ZERO } else { wait.saturating_sub(start.elapsed()) };
-        let mut ready = Vec::new();
-        let woken = self
-            .poller
-            .wait(wait, |Ready { index, .. }| ready.push(index))
-            .map_err(|cause| Error::system("verbs: epoll_wait", cause))?;
-        for index in ready {
-            match index {
-                CHANNEL => self.queue.acknowledge().map_err(|error| Error::system("verbs", error))?,
-                DEVICE => self.device_event(events)?,
-                peer => self.listen(peer, events)?,
-            }
-        }
-        self.drain(events)?;
-        Ok(woken)
     }
 }
 
