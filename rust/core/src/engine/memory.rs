@@ -121,6 +121,8 @@ impl Drop for HeapBytes {
         if self.len > 0 {
             lasting().remove(&(self.ptr as usize));
         }
+        // Before the addresses can become somebody else's.
+        self.token = Arc::default();
         // SAFETY: allocated in `zeroed` with this layout, freed only here.
         unsafe { std::alloc::dealloc(self.ptr, self.layout) };
     }

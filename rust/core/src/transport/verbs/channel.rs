@@ -77,7 +77,7 @@ impl Channel {
         self.waiting.is_empty() && self.posted.iter().all(|posted| matches!(posted, Posted::Inline))
     }
 
-    /// Drops what waits and is not posted.
+    /// Drops writes that wait and are not posted.
     pub fn drop_waiting(&mut self, which: impl Fn(WriteId) -> bool) {
         self.waiting.retain(|request| !matches!(request, Request::Write { id, .. } if which(*id)));
     }

@@ -92,7 +92,9 @@ struct Peer {
 
 struct Landing {
     peer: usize,
-    memory: RawSpan,
+    /// `None` once withdrawn: it may have been written before that.
+    memory: Option<RawSpan>,
+    key: LandingKey,
 }
 
 /// The verbs transport.
@@ -110,14 +112,13 @@ pub struct Verbs {
     rank: usize,
     /// Peer and lane of every queue pair.
     numbers: HashMap<u32, (usize, Lane)>,
-    /// Exposed, by immediate; `None` once withdrawn.
-    landings: HashMap<u32, Option<Landing>>,
+    /// Exposed, by immediate.
+    landings: HashMap<u32, Landing>,
     next_landing: u32,
     poller: Poller,
     /// What happened while nobody asked.
     backlog: Vec<Event>,
     completions: Vec<Completion>,
-    closing: bool,
 }
 
 impl Verbs {
@@ -191,12 +192,12 @@ impl Verbs {
             poller,
             backlog: Vec::new(),
             completions: Vec::new(),
-            closing: false,
         })
     }
 
     fn channel(&mut self, peer: usize, lane: Lane) -> Option<&mut Channel> {
-        self.peers.get_mut(peer)?.channels.as_mut().map(|channels| &mut channels[lane as usize])
+        let peer = self.peers.get_mut(peer).filter(|peer| peer.state == State::Connected)?;
+        peer.channels.as_mut().map(|channels| &mut channels[lane as usize])
     }
 
     /// Posts what there is room for. A verb that fails means that the connection is broken.
@@ -214,12 +215,6 @@ impl Verbs {
         self.backlog = events;
     }
 
-    /// Names a landing area towards the peer; the same every time as long as it is registered.
-    fn key(&self, number: u32, memory: RawSpan) -> LandingKey {
-        let rkey = self.registry.keys(memory).map_or(0, |(_, rkey)| rkey);
-        LandingKey([memory.ptr as u64, u64::from(rkey) << 32 | u64::from(number)])
-    }
-
     /// Ends the connection with a peer: afterwards the device neither reads nor writes for it.
     fn disconnect(&mut self, peer: usize) {
         if let Some(channels) = self.peers[peer].channels.take() {
@@ -228,7 +223,7 @@ impl Verbs {
                 channel.abandon(&mut self.frames);
             }
         }
-        self.landings.retain(|_, landing| landing.as_ref().is_some_and(|landing| landing.peer != peer));
+        self.landings.retain(|_, landing| landing.peer != peer);
         self.peers[peer].stream = None;
     }
 
@@ -243,9 +238,10 @@ impl Verbs {
     fn depart(&mut self, peer: usize, events: &mut Vec<Event>) {
         self.peers[peer].state = State::Departed;
         events.push(Event::Departed { peer });
-        // Our goodbye may still be on its way, if we are leaving, too.
-        if !self.closing {
-            self.disconnect(peer);
+        self.landings.retain(|_, landing| landing.peer != peer);
+        // The queue pairs stay until its stream ends: it waits for its goodbye to be acknowledged.
+        for channel in self.peers[peer].channels.iter_mut().flatten() {
+            channel.drop_waiting(|_| true);
         }
     }
 }
@@ -271,26 +267,27 @@ impl Transport for Verbs {
             let size = self.peers.len();
             return Err(Error::Invalid(format!("verbs: rank {} of {size} exposes memory to rank {peer}", self.rank)));
         }
-        if self.registry.keys(landing).is_none() {
+        let Some((_, rkey)) = self.registry.keys(landing) else {
             return Err(Error::Invalid(format!(
                 "verbs: {} bytes at {:p} are not registered",
                 landing.len, landing.ptr
             )));
-        }
+        };
         let mut number = self.next_landing;
         while self.landings.contains_key(&number) {
             number = number.wrapping_add(1);
         }
         self.next_landing = number.wrapping_add(1);
-        self.landings.insert(number, Some(Landing { peer, memory: landing }));
-        Ok(self.key(number, landing))
+        let key = LandingKey([landing.ptr as u64, u64::from(rkey) << 32 | u64::from(number)]);
+        self.landings.insert(number, Landing { peer, memory: Some(landing), key });
+        Ok(key)
     }
 
     fn withdraw(&mut self, peer: usize, key: LandingKey) {
         let number = key.0[1] as u32;
-        let Some(landing) = self.landings.get_mut(&number) else { return };
-        if let Some(landing) = landing.take_if(|landing| landing.peer == peer) {
-            self.registry.revoke(landing.memory);
+        let landing = self.landings.get_mut(&number).filter(|landing| landing.peer == peer);
+        if let Some(memory) = landing.and_then(|landing| landing.memory.take()) {
+            self.registry.revoke(memory);
         }
     }
 
@@ -364,7 +361,6 @@ impl Transport for Verbs {
     }
 
     fn close(&mut self, deadline: Duration) {
-        self.closing = true;
         let mut events = Vec::new();
         for peer in 0..self.peers.len() {
             if self.peers[peer].state == State::Connected {

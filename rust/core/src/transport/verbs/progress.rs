@@ -1,7 +1,7 @@
 //! What has happened: completions, the ends of streams, events of the device.
 
 use super::channel::{Ended, GOODBYE, RECEIVE};
-use super::{BATCH, CHANNEL, DEVICE, OWED, Peer, SPIN, State, Verbs};
+use super::{BATCH, CHANNEL, DEVICE, Landing, OWED, Peer, SPIN, State, Verbs};
 use crate::error::{Error, Result};
 use crate::transport::poller::Ready;
 use crate::transport::{Event, Lane};
@@ -65,12 +65,12 @@ impl Verbs {
                 }
             }
             Outcome::Written { bytes, immediate } => {
-                match self.landings.remove(&immediate) {
-                    Some(Some(landing)) if landing.peer == peer && landing.memory.len == bytes as usize => {
-                        let key = self.key(immediate, landing.memory);
+                let landing = self.landings.remove(&immediate).filter(|landing| landing.peer == peer);
+                match landing {
+                    Some(Landing { memory: None, .. }) => {} // withdrawn, and written before that
+                    Some(Landing { memory: Some(memory), key, .. }) if memory.len == bytes as usize => {
                         events.push(Event::Arrived { peer, key });
                     }
-                    Some(None) => {} // withdrawn, and written before that
                     _ => {
                         let cause = format!(
                             "protocol error: {bytes} bytes for landing area {immediate}, which it was not offered"

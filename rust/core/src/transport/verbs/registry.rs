@@ -28,7 +28,7 @@ impl Registry {
             !entry.keepers.is_empty()
         });
         let (address, length) = (memory.ptr as usize, memory.len);
-        if let Some(entry) = self.entries.iter_mut().find(|entry| entry.region.covers(address, length)) {
+        if let Some(entry) = self.entries.iter_mut().rev().find(|entry| entry.region.covers(address, length)) {
             if !entry.keepers.iter().any(|known| known.ptr_eq(&keeper)) {
                 entry.keepers.push(keeper);
             }
@@ -38,14 +38,21 @@ impl Registry {
         // the message has arrived; requests of ours name it under `Transport::write`'s contract. All accesses of ours are
         // through raw pointers.
         let region = unsafe { MemoryRegion::register(&self.domain, memory.ptr, memory.len, self.access)? };
-        self.entries.push(Entry { region, keepers: vec![keeper] });
+        // From now on this one is found for all of it, also by those who rely on a part that was registered before.
+        let mut keepers = vec![keeper];
+        for entry in &self.entries {
+            if entry.region.overlaps(address, length) {
+                keepers.extend(entry.keepers.iter().cloned());
+            }
+        }
+        self.entries.push(Entry { region, keepers });
         Ok(())
     }
 
-    /// Keys of the region that holds all of this memory: (for us, for peers).
+    /// Keys of the latest region that holds all of this memory: (for us, for peers).
     pub fn keys(&self, memory: RawSpan) -> Option<(u32, u32)> {
         let holds = |entry: &&Entry| entry.region.covers(memory.ptr as usize, memory.len);
-        self.entries.iter().find(holds).map(|entry| (entry.region.lkey(), entry.region.rkey()))
+        self.entries.iter().rev().find(holds).map(|entry| (entry.region.lkey(), entry.region.rkey()))
     }
 
     /// When this returns, neither peers nor our own requests reach this memory any more.
