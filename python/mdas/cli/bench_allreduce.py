@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=0, help="run every size for at least this long")
     parser.add_argument("--in-flight", type=int, default=1, help="operations submitted ahead (default: 1)")
     parser.add_argument("--lane", choices=["bulk", "urgent"], default="bulk")
+    parser.add_argument("-v", "--verbose", action="store_true", help="also how many bytes the processor copied")
     parser.add_argument(
         "--under-load",
         action="store_true",
@@ -68,6 +69,8 @@ class Row:
     busbw: float
     wrong: int
     cpu_s_per_gb: float
+    copied: float
+    """Bytes that the processor of a rank copied per allreduce, beside the reduction; of the rank with most."""
 
 
 def measure(engine: _core.Engine, options: argparse.Namespace) -> None:
@@ -96,6 +99,8 @@ def measure(engine: _core.Engine, options: argparse.Namespace) -> None:
                 f"{row.cpu_s_per_gb:.3f}",
             )
             print(_line(str(row.size), str(row.count), row.type, row.op, *figures), flush=True)
+            if options.verbose:
+                print(f"# {row.copied:.0f} bytes copied by the processor per allreduce, beside the reduction")
     if engine.rank == 0:
         local.write_json(
             options.json, {"benchmark": "allreduce", "ranks": engine.size, "transport": engine.transport, "rows": rows}
@@ -121,7 +126,9 @@ def _measure_size(engine: _core.Engine, options: argparse.Namespace, size: int) 
     for payload in payloads:
         payload.clear()
     engine.barrier(0).wait()
+    copied = engine.counters()["bytes_copied"]
     taken, cpu = _back_to_back(engine, payloads, options, iterations)
+    copied = engine.counters()["bytes_copied"] - copied
     seconds = local.spread(engine, taken) / iterations
     # One process holds all ranks of a loopback world: its time is theirs together.
     shared = engine.size if engine.transport == "loopback" else 1
@@ -141,6 +148,7 @@ def _measure_size(engine: _core.Engine, options: argparse.Namespace, size: int) 
         busbw=sent / seconds / 1e9,
         wrong=wrong,
         cpu_s_per_gb=cpu / sent * 1e9 if sent else 0.0,
+        copied=local.spread(engine, copied) / iterations,
     )
 
 

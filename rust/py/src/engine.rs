@@ -211,6 +211,7 @@ impl Engine {
         Ok(BTreeMap::from([
             ("bytes_sent", counters.bytes_sent),
             ("bytes_received", counters.bytes_received),
+            ("bytes_copied", counters.bytes_copied),
             ("operations", counters.operations),
         ]))
     }

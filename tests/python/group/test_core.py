@@ -73,6 +73,21 @@ def test_counters_grow() -> None:
     assert counters["bytes_received"] >= 400_000
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_ring_copies_nothing(size: int) -> None:
+    """Beside the reduction: what arrives lands where it is added, or where it stays."""
+    engines = _core.loopback(size, _core.EngineSettings(algorithm="ring"))
+    memories = [(_core.Memory(4_000_000), _core.Memory(4_000_000)) for _ in engines]
+    views = [[_core.View.from_buffer(memoryview(m).cast("f"), True) for m in pair] for pair in memories]
+    for work in [e.allreduce(0, *pair, op="average") for e, pair in zip(engines, views, strict=True)]:
+        work.wait(30)
+    assert [engine.counters()["bytes_copied"] for engine in engines] == [0] * size
+    for work in [e.broadcast(0, pair[0], 0, output=pair[1]) for e, pair in zip(engines, views, strict=True)]:
+        work.wait(30)
+    # The root's own copy, to its output.
+    assert [engine.counters()["bytes_copied"] for engine in engines] == [4_000_000, *[0] * (size - 1)]
+
+
 def test_loopback_settings_are_checked() -> None:
     with pytest.raises(InvalidArgumentError, match='algorithm is "best", but must be one of ring, tree'):
         _core.EngineSettings(algorithm="best")

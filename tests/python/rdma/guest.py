@@ -124,6 +124,23 @@ def exactness() -> Result:
 
 
 @scenario
+def zero_copy() -> Result:
+    """A registered bucket over verbs: only the reduction touches it."""
+    from mdas import _core, session
+
+    with job("verbs") as mdas:
+        engine = session.current().engine
+        memories = [_core.Memory(1_000_000), _core.Memory(1_000_000)]
+        views = [_core.View.from_buffer(memoryview(memory).cast("f"), True) for memory in memories]
+        before = engine.counters()["bytes_copied"]
+        for _ in range(3):
+            engine.allreduce(0, *views, op="average").wait(60)
+        copied = engine.counters()["bytes_copied"] - before
+        mdas.barrier()
+        return {"copied": copied}
+
+
+@scenario
 def loss() -> Result:
     """The network loses packets, which the devices send again."""
     import numpy as np

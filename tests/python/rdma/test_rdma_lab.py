@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(2700)
 
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
-SCENARIOS = ["exactness", "loss", "killed", "link_down", "memlock", "doctor", "training"]
+SCENARIOS = ["exactness", "zero_copy", "loss", "killed", "link_down", "memlock", "doctor", "training"]
 NOTHING = {"completion_queues": 0, "contexts": 0, "memory_regions": 0, "protection_domains": 0, "queue_pairs": 0}
 
 
@@ -63,6 +63,10 @@ def test_nothing_is_left_of_a_job(lab):
         for left in others:
             assert left == first
             assert left["verbs"] == NOTHING
+
+
+def test_a_registered_bucket_is_never_copied(lab):
+    assert lab("zero_copy") == [{"copied": 0}, {"copied": 0}]
 
 
 def test_lost_packets_change_nothing(lab):

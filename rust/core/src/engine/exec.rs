@@ -209,7 +209,7 @@ impl Exec {
             match front.step {
                 Step::Send { peer, from } => self.send(self.ranks[peer], index, from, wires)?,
                 Step::Store { source: Source::Local(from), with, into, finish } => {
-                    self.combine(self.address(from), self.type_of(from.space), with, into, finish);
+                    self.combine(self.address(from), self.type_of(from.space), with, into, finish, wires);
                 }
                 Step::Store { source: Source::Message { peer, kind }, with, into, finish } => {
                     let peer = self.ranks[peer];
@@ -219,14 +219,14 @@ impl Exec {
                     match payload {
                         Payload::InPlace => {}
                         Payload::Landed(buffer) => {
-                            self.combine(buffer.ptr(), dtype, with, into, finish);
+                            self.combine(buffer.ptr(), dtype, with, into, finish, wires);
                             wires.recycle(buffer);
                         }
                         Payload::Inline(bytes, cost) => {
                             if bytes.len() != into.len * dtype.size() {
                                 return Err(self.disagreement(peer, into.len * dtype.size(), bytes.len()));
                             }
-                            self.combine(bytes.as_ptr(), dtype, with, into, finish);
+                            self.combine(bytes.as_ptr(), dtype, with, into, finish, wires);
                             wires.consumed(peer, cost);
                         }
                     }
@@ -311,6 +311,7 @@ impl Exec {
             // SAFETY: `address` gave a span inside memory that this operation owns a share of; the plan
             // (as proved by the checker) does not change a span that is being sent.
             let payload = unsafe { std::slice::from_raw_parts(source.ptr, source.len) }.to_vec();
+            wires.counters.bytes_copied += source.len as u64;
             wires.say_on_credit(peer, &Frame::Inline { op: self.key, call: self.fingerprint, index, payload });
             return Ok(());
         }
@@ -380,7 +381,18 @@ impl Exec {
         unsafe { base.add(span.start * size) }
     }
 
-    fn combine(&self, source: *const u8, dtype: DType, with: Option<Span>, into: Span, finish: bool) {
+    fn combine(
+        &self,
+        source: *const u8,
+        dtype: DType,
+        with: Option<Span>,
+        into: Span,
+        finish: bool,
+        wires: &mut Wires,
+    ) {
+        if with.is_none() {
+            wires.counters.bytes_copied += (into.len * self.type_of(into.space).size()) as u64;
+        }
         let with = with.map(|span| Operand { ptr: self.address(span), dtype: self.type_of(span.space) });
         let divide_by = if finish { self.divide_by } else { None };
         // SAFETY: all operands have `into.len` elements of their types inside memory that the operation owns

@@ -49,6 +49,9 @@ pub struct Counters {
     pub bytes_sent: u64,
     /// Payload bytes that arrived.
     pub bytes_received: u64,
+    /// Payload bytes that the processor copied: all that it did with them beside reductions, and beside what a
+    /// transport's system calls copy (TCP).
+    pub bytes_copied: u64,
     /// Operations finished.
     pub operations: u64,
 }

@@ -21,7 +21,7 @@ const ENGAGE: f64 = 0.7e-3;
 /// ... so many samples in a row, makes us look after it. (A busy machine delays single packets, too.)
 const PERSISTENT: u32 = 4;
 /// What is used of the link's rate.
-const CRUISE: f64 = 0.993;
+const CRUISE: f64 = 0.997;
 /// A shorter queue is none: clocks and processes are never exact.
 const NONE: f64 = 0.2e-3;
 /// Lower rate per queue, as part of the link's rate per second of queue. The queue answers to the rate
