@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(2700)
 
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
-SCENARIOS = ["exactness", "zero_copy", "loss", "killed", "link_down", "memlock", "doctor", "training"]
+SCENARIOS = ["exactness", "zero_copy", "loss", "killed", "link_down", "link_flaps", "memlock", "doctor", "training"]
 NOTHING = {"completion_queues": 0, "contexts": 0, "memory_regions": 0, "protection_domains": 0, "queue_pairs": 0}
 
 
@@ -96,6 +96,16 @@ def test_a_link_that_goes_down_is_an_error_on_both_sides_and_a_new_job_works(lab
     assert "on rxe0 port 1" in "".join(result["error"] for result in lab("link_down"))
 
 
+def test_a_link_that_comes_back_in_time_is_borne_and_logged(lab):
+    ours, theirs = lab("link_flaps")
+    for host in (ours, theirs):
+        assert host["exact"]
+        assert host["rounds"] > 0
+        assert host["left"]["verbs"] == NOTHING
+    assert "verbs: rxe0 port 1 is down" in theirs["log"]
+    assert "verbs: rxe0 port 1 is active" in theirs["log"]
+
+
 def test_too_little_lockable_memory_is_named(lab):
     for host in lab("memlock"):
         assert host["verbs"].startswith("ConfigurationError")
@@ -111,8 +121,10 @@ def test_doctor_shows_the_device_and_what_would_be_chosen(lab):
         assert result["status"] == 0
 
 
-def test_training_gives_the_weights_that_it_gives_over_tcp(lab):
+def test_the_example_ends_with_the_weights_that_it_has_over_tcp(lab):
     ours, theirs = lab("training")
+    assert "Fashion-MNIST" in ours["source"]
     assert ours == theirs
     assert ours["verbs"] == ours["tcp"]
-    assert ours["verbs steps"] == 0
+    assert ours["verbs steps"] == ours["tcp steps"] == 160
+    assert ours["verbs accuracy"] == ours["tcp accuracy"] > 0.5
