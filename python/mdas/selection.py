@@ -37,8 +37,8 @@ def decide(wanted: str, nodes: Sequence[int], offers: Sequence[Offer | str]) -> 
     """Decides for the whole job.
 
     Args:
-        wanted: the setting `transport`. "auto" takes verbs where the job spans several nodes, for all ranks that can and have
-            somebody on another node to talk to, and TCP for the rest; "verbs" and "tcp" mean what they say.
+        wanted: the setting `transport`. "auto" takes verbs where the job spans several nodes, for all ranks that can
+            and have somebody on another node to talk to, and TCP for the rest; "verbs" and "tcp" mean what they say.
         nodes: node number of every rank.
         offers: what every rank could use over verbs, or in words why it has nothing.
 

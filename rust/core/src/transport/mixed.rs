@@ -96,8 +96,7 @@ impl Transport for Mixed {
                 }
             }
             let left = until.map_or(wait, |until| until.saturating_duration_since(Instant::now()));
-            let woken =
-                self.poller.wait(left, |_| {}).map_err(|cause| Error::system("mixed: epoll_wait", cause))?;
+            let woken = self.poller.wait(left, |_| {}).map_err(|cause| Error::system("mixed: epoll_wait", cause))?;
             let over = deadline.is_some_and(|deadline| Instant::now() >= deadline);
             if woken || over || events.len() > before {
                 return Ok(());

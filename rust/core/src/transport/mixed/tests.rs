@@ -68,7 +68,9 @@ fn every_peer_is_reached_by_its_own_transport_and_all_of_them_wake_a_wait() {
     });
     let (start, mut events) = (Instant::now(), Vec::new());
     let arrived = |events: &[Event], peer: usize| {
-        events.iter().any(|event| matches!(event, Event::Arrived { peer: p, key } if (*p, *key) == (peer, keys[peer - 1])))
+        events
+            .iter()
+            .any(|event| matches!(event, Event::Arrived { peer: p, key } if (*p, *key) == (peer, keys[peer - 1])))
     };
     while !(arrived(&events, 1) && arrived(&events, 2)) {
         assert!(start.elapsed() < PATIENCE, "{events:?}");

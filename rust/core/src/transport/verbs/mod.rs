@@ -22,7 +22,9 @@ use crate::bootstrap::wire::Patience;
 use crate::error::{Error, Result};
 use crate::transport::poller::Poller;
 use crate::transport::tcp::socket;
-use crate::transport::{Event, Keeper, LandingKey, Lane, MAX_CONTROL_BYTES, RawSpan, Transport, Waitable, Wake, WriteId};
+use crate::transport::{
+    Event, Keeper, LandingKey, Lane, MAX_CONTROL_BYTES, RawSpan, Transport, Waitable, Wake, WriteId,
+};
 use channel::{Channel, Request};
 use frames::Frames;
 use mdas_verbs::choose::Choice;
