@@ -85,7 +85,12 @@ def train(
     model = Net()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
     optimizer = mdas.DistributedOptimizer(  # <- one (the other is mdas.init() below)
-        optimizer, model, schedule=options.schedule, predict=options.predict, communicator=communicator
+        optimizer,
+        model,
+        schedule=options.schedule,
+        predict=options.predict,
+        warmup_steps=options.warmup,
+        communicator=communicator,
     )
     steps = steps_per_epoch(data.train, options.batch)
     total = steps * options.epochs
@@ -122,6 +127,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--predict", choices=["sketch", "sketch+blend", "blend", "history", "local", "none"], default="sketch"
     )
+    parser.add_argument("--warmup", type=int, default=100, help="synchronous steps at the start (default: %(default)s)")
     parser.add_argument("--data", type=Path, default=Path("out/data"), help="where the data set is unpacked")
     parser.add_argument("--digits", action="store_true", help="train on scikit-learn's digits: small, always there")
     parser.add_argument("--quiet", action="store_true")

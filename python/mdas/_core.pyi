@@ -198,6 +198,7 @@ class Listener:
         configuration: str,
         deadline: float,
         verbs: VerbsOptions | None = None,
+        over_verbs: Sequence[bool] = ...,
     ) -> Engine: ...
 
 def meet(rank: int, size: int, job: str, secret: bytes, address: str, blob: bytes, deadline: float) -> list[bytes]: ...

@@ -74,11 +74,12 @@ def connect(
         members = [(card.address, card.port) for card in cards]
         configuration = json.dumps(settings.shared())
         left = max(deadline - time.monotonic(), 0.0)
-        options = None
-        if decision.transport == "verbs" and choice is not None:
+        options, over_verbs = None, decision.over_verbs(rank)
+        if any(over_verbs) and choice is not None:
             _announce(choice)
             options = verbs.options(settings.verbs, choice)
-        engine = listener.connect(members, list(nodes), _engine_settings(settings), configuration, left, options)
+        engine_settings = _engine_settings(settings)
+        engine = listener.connect(members, list(nodes), engine_settings, configuration, left, options, over_verbs)
         return engine, nodes
     finally:
         listener.close()

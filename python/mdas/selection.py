@@ -17,38 +17,55 @@ _REASONS_SHOWN = 4
 class Decision:
     """What the job's connections are made of."""
 
-    transport: str
-    """"tcp" or "verbs"."""
+    kinds: tuple[str | None, ...]
+    """What every rank talks over verbs; None: nothing. Two that talk the same use it, all other pairs TCP."""
     why: str
+
+    @property
+    def transport(self) -> str:
+        """Of all pairs: "tcp", "verbs", or "mixed"."""
+        kinds = set(self.kinds)
+        return "tcp" if kinds == {None} else "verbs" if len(kinds) == 1 else "mixed"
+
+    def over_verbs(self, rank: int) -> list[bool]:
+        """Which peers this rank reaches over verbs."""
+        own = self.kinds[rank]
+        return [own is not None and kind == own and peer != rank for peer, kind in enumerate(self.kinds)]
 
 
 def decide(wanted: str, nodes: Sequence[int], offers: Sequence[Offer | str]) -> Decision:
     """Decides for the whole job.
 
     Args:
-        wanted: the setting `transport`. "auto" takes verbs where the job spans several nodes and every rank can,
-            else TCP; "verbs" and "tcp" mean what they say.
+        wanted: the setting `transport`. "auto" takes verbs where the job spans several nodes, for all ranks that can
+            and have somebody on another node to talk to, and TCP for the rest; "verbs" and "tcp" mean what they say.
         nodes: node number of every rank.
         offers: what every rank could use over verbs, or in words why it has nothing.
 
     Raises:
         ConfigurationError: "verbs" is wanted, but some ranks cannot; names them and their reasons.
     """
+    nothing = (None,) * len(offers)
     if wanted == "tcp":
-        return Decision("tcp", "as MDAS_TRANSPORT says")
+        return Decision(nothing, "as MDAS_TRANSPORT says")
     obstacle = _obstacle(offers)
+    kinds = tuple(None if isinstance(offer, str) else offer.kind for offer in offers)
     if wanted == "verbs":
         if obstacle is not None:
             raise ConfigurationError(
                 f'init: transport "verbs" (MDAS_TRANSPORT) cannot be used: {obstacle}. `mdas doctor` shows what a host '
-                'has; transport "auto" would take TCP'
+                'has; transport "auto" would take TCP where it must'
             )
-        return Decision("verbs", "as MDAS_TRANSPORT says")
+        return Decision(kinds, "as MDAS_TRANSPORT says")
     if len(set(nodes)) == 1:
-        return Decision("tcp", "all ranks are on one node")
-    if obstacle is not None:
-        return Decision("tcp", f"not verbs, since {obstacle}")
-    return Decision("verbs", "every rank offers it")
+        return Decision(nothing, "all ranks are on one node")
+    if obstacle is None:
+        return Decision(kinds, "every rank offers it")
+    places = {kind: {node for node, other in zip(nodes, kinds, strict=True) if other == kind} for kind in set(kinds)}
+    talking = tuple(kind if len(places[kind]) > 1 else None for kind in kinds)
+    if not any(talking):
+        return Decision(nothing, f"not verbs, since {obstacle}")
+    return Decision(talking, f"verbs ({'; '.join(_grouped(talking))}), else TCP, since {obstacle}")
 
 
 def _obstacle(offers: Sequence[Offer | str]) -> str | None:

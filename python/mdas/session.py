@@ -56,7 +56,7 @@ def init(
         warn_after: seconds without progress after which a warning names the late ranks
             (MDAS_WARN_AFTER, default 10).
         transport: "auto", "tcp" or "verbs" (RDMA; MDAS_TRANSPORT). "auto" takes verbs where the job spans
-            several nodes and every rank can, else TCP, and logs why (MDAS_LOG=info).
+            several nodes, between ranks that can, else TCP, and logs why (MDAS_LOG=info).
         secret: what the job's connections authenticate with (MDAS_SECRET; default: a random one
             that rank 0 hands out through the launcher's store). Payload is not encrypted.
         interface: network interfaces to use, e.g. "ib0,eth" or "^docker,virbr"

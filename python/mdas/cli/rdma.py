@@ -74,4 +74,4 @@ def _transport(job: env.Job, chosen: Settings, choice: _core.VerbsChoice | str) 
         return Finding("transports", "used", "tcp", note=f"{setting}, and all ranks are on one node")
     if isinstance(choice, str):
         return Finding("transports", "used", "tcp", note=f"{setting}, and this rank has no RDMA")
-    return Finding("transports", "used", "verbs", note=f"{setting}: if every rank can, else tcp")
+    return Finding("transports", "used", "verbs", note=f"{setting}: between ranks that can, else tcp")

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use mdas_core::bootstrap::{self, Identity};
 use mdas_core::error::{Error, Result};
 use mdas_core::transport::Transport;
+use mdas_core::transport::mixed::Mixed;
 use mdas_core::transport::tcp::{Pace, Tcp, TcpOptions};
 use mdas_core::transport::verbs::Verbs;
 use pyo3::prelude::*;
@@ -99,8 +100,9 @@ impl Listener {
     }
 
     /// Connects with all ranks, whose listeners are at `members`, and starts the engine. `nodes`: node number of
-    /// every rank. `configuration`: in words, what must be equal on all ranks. `deadline` in seconds.
-    #[pyo3(signature = (members, nodes, settings, configuration, deadline, verbs=None))]
+    /// every rank. `configuration`: in words, what must be equal on all ranks. `deadline` in seconds. Peers for which
+    /// `over_verbs` says so are reached over verbs, the others over TCP.
+    #[pyo3(signature = (members, nodes, settings, configuration, deadline, verbs=None, over_verbs=Vec::new()))]
     #[expect(clippy::too_many_arguments, reason = "who, where, what, how long, over what")]
     fn connect(
         &self,
@@ -111,6 +113,7 @@ impl Listener {
         configuration: &str,
         deadline: f64,
         verbs: Option<PyRef<'_, VerbsOptions>>,
+        over_verbs: Vec<bool>,
     ) -> PyResult<Engine> {
         let deadline: Duration = errors::duration(py, "deadline", deadline)?;
         let addresses: Result<Vec<SocketAddr>> =
@@ -126,15 +129,28 @@ impl Listener {
             let end = Instant::now() + deadline;
             let pace = settings.rate_limit.map_or(Pace::Measured, Pace::Limited);
             let options = TcpOptions { pace, ..TcpOptions::default() };
+            let reached: Vec<bool> =
+                (0..self.size).map(|peer| verbs.is_some() && over_verbs.get(peer) == Some(&true)).collect();
+            let all = (0..self.size).all(|peer| reached[peer] || peer == self.rank);
             // Over verbs a stream per peer suffices: it sets the queue pairs up, and stays as a sign of life.
-            let bulk = if verbs.is_some() { 0 } else { options.bulk_connections };
-            let streams = bootstrap::connect(listener, &addresses, configuration, bulk, deadline, keep_going)?;
-            let transport: Box<dyn Transport> = match verbs {
+            let bulk = if all { 0 } else { options.bulk_connections };
+            let mut streams = bootstrap::connect(listener, &addresses, configuration, bulk, deadline, keep_going)?;
+            let lifelines: Vec<_> = streams
+                .iter_mut()
+                .zip(&reached)
+                .map(|(streams, reached)| Some(streams.take_if(|_| *reached)?.urgent))
+                .collect();
+            let verbs = verbs.filter(|_| reached.contains(&true)).map(|options| {
+                let left = end.saturating_duration_since(Instant::now());
+                Verbs::connect(self.rank, lifelines, &options, left, keep_going)
+            });
+            let transport: Box<dyn Transport> = match verbs.transpose()? {
+                Some(verbs) if all => Box::new(verbs),
                 None => Box::new(Tcp::new(self.rank, streams, options)?),
-                Some(options) => {
-                    let streams = streams.into_iter().map(|streams| streams.map(|streams| streams.urgent)).collect();
-                    let left = end.saturating_duration_since(Instant::now());
-                    Box::new(Verbs::connect(self.rank, streams, &options, left, keep_going)?)
+                Some(verbs) => {
+                    let tcp = Tcp::new(self.rank, streams, options)?;
+                    let route = reached.into_iter().map(usize::from).collect();
+                    Box::new(Mixed::new(vec![Box::new(tcp), Box::new(verbs)], route)?)
                 }
             };
             connected(transport, config)

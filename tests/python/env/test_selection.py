@@ -6,7 +6,7 @@ import pytest
 
 from mdas.errors import ConfigurationError
 from mdas.rendezvous import Card
-from mdas.selection import Decision, decide
+from mdas.selection import decide
 from mdas.verbs import Offer
 
 ROCE = Offer("rxe0", 1, 1, "::ffff:10.0.0.5", "RoCE v2", 0, 4096)
@@ -35,6 +35,20 @@ DECISIONS: list[tuple[str, tuple[int, ...], list[Offer | str], str, str]] = [
     ),
     (
         "auto",
+        (0, 1, 2),
+        [FABRIC, FABRIC, NONE],
+        "mixed",
+        f"verbs (ranks 0-1: InfiniBand), else TCP, since rank 2: {NONE}",
+    ),
+    (
+        "auto",
+        (0, 0, 1, 2, 2),
+        [FABRIC, ROCE, FABRIC, ROCE, DOWN],
+        "mixed",
+        f"verbs (ranks 0, 2: InfiniBand; ranks 1, 3: RoCE v2), else TCP, since rank 4: {DOWN}",
+    ),
+    (
+        "auto",
         (0, 1),
         [ROCE_1, ROCE],
         "tcp",
@@ -45,7 +59,23 @@ DECISIONS: list[tuple[str, tuple[int, ...], list[Offer | str], str, str]] = [
 
 @pytest.mark.parametrize(("wanted", "nodes", "offers", "transport", "why"), DECISIONS)
 def test_decisions(wanted: str, nodes: tuple[int, ...], offers: list[Offer | str], transport: str, why: str) -> None:
-    assert decide(wanted, nodes, offers) == Decision(transport, why)
+    decision = decide(wanted, nodes, offers)
+    assert (decision.transport, decision.why) == (transport, why)
+
+
+def test_both_ends_of_a_pair_take_the_same() -> None:
+    offers: list[Offer | str] = [FABRIC, ROCE, FABRIC, ROCE, DOWN, ROCE_1]
+    decision = decide("auto", (0, 0, 1, 1, 2, 2), offers)
+    # The only one that talks RoCE v1 has nobody to talk to.
+    assert decision.kinds == ("InfiniBand", "RoCE v2", "InfiniBand", "RoCE v2", None, None)
+    table = [decision.over_verbs(rank) for rank in range(6)]
+    assert [[peer for peer in range(6) if row[peer]] for row in table] == [[2], [3], [0], [1], [], []]
+    assert decide("verbs", (0, 0), [ROCE, ROCE]).over_verbs(0) == [False, True]
+    assert decide("tcp", (0, 1), [ROCE, ROCE]).over_verbs(0) == [False, False]
+
+
+def test_those_that_share_a_node_only_need_no_verbs() -> None:
+    assert decide("auto", (0, 0, 1), [ROCE, ROCE, NONE]).transport == "tcp"
 
 
 @pytest.mark.parametrize(

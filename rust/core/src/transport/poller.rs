@@ -6,7 +6,7 @@ use rustix::event::{EventfdFlags, Timespec, eventfd};
 use rustix::io::Errno;
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -53,6 +53,16 @@ impl Poller {
     pub fn add(&self, socket: impl AsFd, index: usize) -> io::Result<()> {
         let interest = EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET;
         Ok(epoll::add(&self.epoll, socket, EventData::new_u64(index as u64), interest)?)
+    }
+
+    /// Ends a wait as long as another poller has something.
+    pub fn watch(&self, signal: impl AsFd, index: usize) -> io::Result<()> {
+        Ok(epoll::add(&self.epoll, signal, EventData::new_u64(index as u64), EventFlags::IN)?)
+    }
+
+    /// Readable when there is something to wait for no longer.
+    pub fn signal(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
     }
 
     /// Waits up to `timeout`; returns whether the waker was used.

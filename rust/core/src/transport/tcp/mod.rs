@@ -14,7 +14,7 @@ mod transit;
 
 use crate::error::{Error, Result};
 use crate::transport::poller::{Poller, Ready};
-use crate::transport::{Event, LandingKey, Lane, MAX_CONTROL_BYTES, RawSpan, Transport, Wake, WriteId};
+use crate::transport::{Event, LandingKey, Lane, MAX_CONTROL_BYTES, RawSpan, Transport, Waitable, Wake, WriteId};
 use connection::{Connection, Progress};
 use landing::Landings;
 use pacing::{Pacer, Sample};
@@ -109,7 +109,7 @@ pub struct Tcp {
 }
 
 impl Tcp {
-    /// A transport for `rank` over the streams to all other ranks, in the order of ranks (`None` for `rank`).
+    /// A transport for `rank` over the streams to other ranks, in the order of ranks (`None`: not reached by it).
     pub fn new(rank: usize, streams: Vec<Option<Streams>>, options: TcpOptions) -> Result<Tcp> {
         let system = |cause: std::io::Error| Error::system("tcp: preparing the connections", cause);
         let token = getrandom::u64().map_err(|cause| Error::system("tcp: reading random bytes", cause))?;
@@ -148,8 +148,6 @@ impl Tcp {
                     tcp.poller.add(&socket, tcp.connections.len()).map_err(system)?;
                     tcp.connections.push(Some(Connection::new(socket, peer, lane, tcp.start)));
                 }
-            } else if peer != rank {
-                return Err(Error::Invalid(format!("tcp: rank {rank} got no streams to rank {peer}")));
             }
             tcp.peers.push(Peer { state: State::Connected, connections, pacer: Pacer::default() });
         }
@@ -443,6 +441,18 @@ impl Transport for Tcp {
             events.clear();
         }
         self.connections.iter_mut().for_each(|connection| *connection = None);
+    }
+}
+
+impl Waitable for Tcp {
+    fn signal(&self) -> BorrowedFd<'_> {
+        self.poller.signal()
+    }
+
+    fn before_wait(&mut self) -> Result<Option<Instant>> {
+        let now = Instant::now();
+        let idle = self.urgent_ready.is_empty() && self.bulk_ready.is_empty();
+        Ok(if idle { self.pace(now) } else { Some(now) })
     }
 }
 

@@ -22,7 +22,9 @@ use crate::bootstrap::wire::Patience;
 use crate::error::{Error, Result};
 use crate::transport::poller::Poller;
 use crate::transport::tcp::socket;
-use crate::transport::{Event, Keeper, LandingKey, Lane, MAX_CONTROL_BYTES, RawSpan, Transport, Wake, WriteId};
+use crate::transport::{
+    Event, Keeper, LandingKey, Lane, MAX_CONTROL_BYTES, RawSpan, Transport, Waitable, Wake, WriteId,
+};
 use channel::{Channel, Request};
 use frames::Frames;
 use mdas_verbs::choose::Choice;
@@ -122,7 +124,7 @@ pub struct Verbs {
 }
 
 impl Verbs {
-    /// Connects with all other ranks over these streams, in the order of ranks (`None` for `rank`); they stay open.
+    /// Connects with other ranks over these streams, in the order of ranks (`None`: not reached by it); they stay open.
     ///
     /// `keep_going` is asked at least every 100 ms; false ends the wait with [`Error::Closed`].
     ///
@@ -393,5 +395,20 @@ impl Transport for Verbs {
             self.disconnect(peer);
         }
         self.landings.clear();
+    }
+}
+
+impl Waitable for Verbs {
+    fn signal(&self) -> BorrowedFd<'_> {
+        self.poller.signal()
+    }
+
+    fn before_wait(&mut self) -> Result<Option<Instant>> {
+        self.queue.arm().map_err(|error| Error::system("verbs", error))?;
+        // What came before the queue was armed wakes nobody.
+        let mut events = std::mem::take(&mut self.backlog);
+        let drained = self.drain(&mut events);
+        self.backlog = events;
+        drained.map(|any| (any || !self.backlog.is_empty()).then(Instant::now))
     }
 }
