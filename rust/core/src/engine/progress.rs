@@ -115,12 +115,17 @@ impl Shared {
         }
     }
 
-    /// Drives, or watches somebody drive, until `done`, `until`, or a signal.
-    pub(super) fn drive_until(&self, until: Instant, done: &dyn Fn() -> bool) {
+    /// Sends the progress thread to the side, as long as the result lives.
+    fn enter(&self) -> Leave<'_> {
         if self.waiting.fetch_add(1, Ordering::AcqRel) == 0 && !self.parked.load(Ordering::Acquire) {
             self.waker.wake();
         }
-        let _leave = Leave(self);
+        Leave(self)
+    }
+
+    /// Drives, or watches somebody drive, until `done`, `until`, or a signal.
+    pub(super) fn drive_until(&self, until: Instant, done: &dyn Fn() -> bool) {
+        let _leave = self.enter();
         loop {
             let seen = *lock(&self.changes);
             if done() {
@@ -195,8 +200,8 @@ impl Shared {
 
     /// Statistics.
     pub(super) fn counters(&self) -> super::wires::Counters {
-        // A poll that holds the lock ends at once when woken.
-        self.waker.wake();
+        // Woken alone, the progress thread would take the lock again before we have it: no lock of the system is fair.
+        let _leave = self.enter();
         lock(&self.driver).counters()
     }
 

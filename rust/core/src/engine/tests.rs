@@ -373,3 +373,15 @@ fn ranks_that_order_a_group_differently_are_told() {
         assert!(matches!(cause, Error::Mismatch { .. }) && error.to_string().contains("another order"), "{error}");
     }
 }
+
+#[test]
+fn statistics_need_not_wait_for_the_progress_thread_to_wake_up_by_itself() {
+    let engines = engines(2, LIMIT);
+    let start = Instant::now();
+    for _ in 0..100 {
+        std::thread::sleep(Duration::from_millis(1)); // so that it goes to sleep
+        assert_eq!(engines[0].counters().operations, 0);
+    }
+    // It sleeps for a second at a time: waiting for that would take 50 s and more.
+    assert!(start.elapsed() < Duration::from_secs(15), "{:?}", start.elapsed());
+}
