@@ -309,7 +309,13 @@ class VerbsChoice:
 @final
 class VerbsOptions:
     def __new__(
-        cls, choice: VerbsChoice, timeout: int, retry_count: int, traffic_class: int, service_level: int
+        cls,
+        rails: Sequence[VerbsChoice],
+        timeout: int,
+        retry_count: int,
+        traffic_class: int,
+        service_level: int,
+        relaxed_ordering: bool,
     ) -> VerbsOptions: ...
 
 def try_verbs(device: str, nbytes: int) -> None: ...
@@ -324,7 +330,8 @@ def choose_verbs(
     local_rank: int = 0,
     numa_node: int | None = None,
     gpu_path: str | None = None,
-) -> VerbsChoice: ...
+    rails: int = 1,
+) -> list[VerbsChoice]: ...
 
 # Kernels, on addresses of float32 elements.
 

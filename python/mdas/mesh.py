@@ -60,7 +60,7 @@ def connect(
     """
     listener = _core.Listener(address, settings.ports, rank, size, meeting.name, secret)
     try:
-        choice, offer = _offer(settings, address, verbs.place(rank, local_rank))
+        choices, offer = _offer(settings, address, verbs.place(rank, local_rank))
         card = rendezvous.Card(
             address, listener.port, _core.host_identity(), _core.__version__, settings.shared(), offer
         )
@@ -70,14 +70,17 @@ def connect(
         decision = selection.decide(settings.transport, nodes, [card.verbs for card in cards])
         if rank == 0:
             where = f"{size} ranks on {len(set(nodes))} node{'s' if len(set(nodes)) > 1 else ''}"
-            _core.log("info", f"init: {where} over {decision.transport}: {decision.why}")
+            over = decision.transport if decision.rails == 1 else f"{decision.transport} on {decision.rails} rails"
+            _core.log("info", f"init: {where} over {over}: {decision.why}")
         members = [(card.address, card.port) for card in cards]
         configuration = json.dumps(settings.shared())
         left = max(deadline - time.monotonic(), 0.0)
         options, over_verbs = None, decision.over_verbs(rank)
-        if any(over_verbs) and choice is not None:
-            _announce(choice)
-            options = verbs.options(settings.verbs, choice)
+        if any(over_verbs):
+            rails = choices[: decision.rails]
+            for choice in rails:
+                _announce(choice)
+            options = verbs.options(settings.verbs, rails)
         engine_settings = _engine_settings(settings)
         engine = listener.connect(members, list(nodes), engine_settings, configuration, left, options, over_verbs)
         return engine, nodes
@@ -85,9 +88,11 @@ def connect(
         listener.close()
 
 
-def _offer(settings: Settings, address: str, local_rank: int) -> tuple[_core.VerbsChoice | None, verbs.Offer | str]:
+def _offer(
+    settings: Settings, address: str, local_rank: int
+) -> tuple[list[_core.VerbsChoice], tuple[verbs.Offer, ...] | str]:
     if settings.transport == "tcp":  # devices that nobody asked for stay closed
-        return None, "MDAS_TRANSPORT is tcp"
+        return [], "MDAS_TRANSPORT is tcp"
     return verbs.offer(settings.verbs, address, local_rank)
 
 

@@ -36,8 +36,8 @@ class Card:
     version: str
     settings: dict[str, object] = field(default_factory=dict)
     """Those that must be equal on all ranks."""
-    verbs: Offer | str = ""
-    """What the rank could use over RDMA, or in words why it has nothing."""
+    verbs: tuple[Offer, ...] | str = ""
+    """What the rank could use over RDMA, by rail, or in words why it has nothing."""
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -52,8 +52,8 @@ class Card:
         """
         try:
             card = json.loads(data)
-            offer = card["verbs"]
-            return cls(**{**card, "verbs": offer if isinstance(offer, str) else Offer(**offer)})
+            told = card["verbs"]
+            return cls(**{**card, "verbs": told if isinstance(told, str) else tuple(Offer(**offer) for offer in told)})
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigurationError(f"init: another rank's card makes no sense ({data[:200]!r}): {error}") from error
 

@@ -20,6 +20,8 @@ class Decision:
     kinds: tuple[str | None, ...]
     """What every rank talks over verbs; None: nothing. Two that talk the same use it, all other pairs TCP."""
     why: str
+    rails: int = 1
+    """Ports that every rank uses, over verbs."""
 
     @property
     def transport(self) -> str:
@@ -33,14 +35,14 @@ class Decision:
         return [own is not None and kind == own and peer != rank for peer, kind in enumerate(self.kinds)]
 
 
-def decide(wanted: str, nodes: Sequence[int], offers: Sequence[Offer | str]) -> Decision:
+def decide(wanted: str, nodes: Sequence[int], offers: Sequence[Sequence[Offer] | str]) -> Decision:
     """Decides for the whole job.
 
     Args:
         wanted: the setting `transport`. "auto" takes verbs where the job spans several nodes, for all ranks that can
             and have somebody on another node to talk to, and TCP for the rest; "verbs" and "tcp" mean what they say.
         nodes: node number of every rank.
-        offers: what every rank could use over verbs, or in words why it has nothing.
+        offers: what every rank could use over verbs, by rail, or in words why it has nothing.
 
     Raises:
         ConfigurationError: "verbs" is wanted, but some ranks cannot; names them and their reasons.
@@ -48,33 +50,38 @@ def decide(wanted: str, nodes: Sequence[int], offers: Sequence[Offer | str]) -> 
     nothing = (None,) * len(offers)
     if wanted == "tcp":
         return Decision(nothing, "as MDAS_TRANSPORT says")
-    obstacle = _obstacle(offers)
-    kinds = tuple(None if isinstance(offer, str) else offer.kind for offer in offers)
+    rails = min((len(offer) for offer in offers if not isinstance(offer, str)), default=1)
+    kinds = tuple(None if isinstance(offer, str) else _kind(offer[:rails]) for offer in offers)
+    obstacle = _obstacle(offers, kinds)
     if wanted == "verbs":
         if obstacle is not None:
             raise ConfigurationError(
                 f'init: transport "verbs" (MDAS_TRANSPORT) cannot be used: {obstacle}. `mdas doctor` shows what a host '
                 'has; transport "auto" would take TCP where it must'
             )
-        return Decision(kinds, "as MDAS_TRANSPORT says")
+        return Decision(kinds, "as MDAS_TRANSPORT says", rails)
     if len(set(nodes)) == 1:
         return Decision(nothing, "all ranks are on one node")
     if obstacle is None:
-        return Decision(kinds, "every rank offers it")
+        return Decision(kinds, "every rank offers it", rails)
     places = {kind: {node for node, other in zip(nodes, kinds, strict=True) if other == kind} for kind in set(kinds)}
     talking = tuple(kind if len(places[kind]) > 1 else None for kind in kinds)
     if not any(talking):
         return Decision(nothing, f"not verbs, since {obstacle}")
-    return Decision(talking, f"verbs ({'; '.join(_grouped(talking))}), else TCP, since {obstacle}")
+    return Decision(talking, f"verbs ({'; '.join(_grouped(talking))}), else TCP, since {obstacle}", rails)
 
 
-def _obstacle(offers: Sequence[Offer | str]) -> str | None:
+def _obstacle(offers: Sequence[Sequence[Offer] | str], kinds: Sequence[str | None]) -> str | None:
     """Why not all ranks can talk over verbs; None if they can."""
     reasons = _grouped([offer if isinstance(offer, str) else None for offer in offers])
     if reasons:
         return "; ".join(reasons)
-    kinds = _grouped([offer.kind for offer in offers if not isinstance(offer, str)])
-    return None if len(kinds) == 1 else f"they do not understand each other: {'; '.join(kinds)}"
+    different = _grouped(kinds)
+    return None if len(different) == 1 else f"they do not understand each other: {'; '.join(different)}"
+
+
+def _kind(rails: Sequence[Offer]) -> str:
+    return ", ".join(dict.fromkeys(offer.kind for offer in rails))
 
 
 def _grouped(words: Sequence[str | None]) -> list[str]:

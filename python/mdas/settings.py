@@ -33,6 +33,10 @@ class VerbsSettings:
     """MDAS_IB_TRAFFIC_CLASS: of packets with a global route header; on RoCE v2 the DSCP value times 4."""
     service_level: int = 0
     """MDAS_IB_SERVICE_LEVEL: of packets, which the fabric maps to virtual lanes or priorities."""
+    rails: int = 1
+    """MDAS_IB_RAILS: ports to use at once; the job takes as many as every rank has."""
+    relaxed_ordering: int = 0
+    """MDAS_IB_RELAXED_ORDERING: 1: the device may write to memory in any order, before it reports the completion."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,8 @@ _VERBS_RANGES = {
     "retry_count": (0, 7),
     "traffic_class": (0, 255),
     "service_level": (0, 15),
+    "rails": (1, 8),
+    "relaxed_ordering": (0, 1),
 }
 """As wide as the fields that carry them."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ _TRIED_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank could use over verbs, as it tells the others."""
+    """A port that a rank could use over verbs, as it tells the others."""
 
     device: str
     port: int
@@ -35,8 +36,8 @@ class Offer:
     """Path MTU of the port, in bytes."""
 
 
-def choose(settings: VerbsSettings, address: str | None, local_rank: int) -> _core.VerbsChoice:
-    """The device, port and GID that this process would use, tried out.
+def choose(settings: VerbsSettings, address: str | None, local_rank: int) -> list[_core.VerbsChoice]:
+    """The devices, ports and GIDs that this process would use, tried out; as many as it is set to use, or has.
 
     Args:
         settings: those of this process.
@@ -44,10 +45,10 @@ def choose(settings: VerbsSettings, address: str | None, local_rank: int) -> _co
         local_rank: this rank's place among those of its host.
 
     Raises:
-        ConfigurationError: there is no libibverbs, no port will do (with the reason for each), or the one chosen does
-            not work, for want of memory that may be locked, say.
+        ConfigurationError: there is no libibverbs, no port will do (with the reason for each), or one that was chosen
+            does not work, for want of memory that may be locked, say.
     """
-    choice = _core.choose_verbs(
+    choices = _core.choose_verbs(
         _core.verbs_devices(),
         settings.device,
         settings.port,
@@ -56,19 +57,25 @@ def choose(settings: VerbsSettings, address: str | None, local_rank: int) -> _co
         local_rank,
         numa_node(),
         gpu_path(),
+        settings.rails,
     )
-    _core.try_verbs(choice.device, _TRIED_BYTES)
-    return choice
+    for choice in choices:
+        _core.try_verbs(choice.device, _TRIED_BYTES)
+    return choices
 
 
-def offer(settings: VerbsSettings, address: str, local_rank: int) -> tuple[_core.VerbsChoice | None, Offer | str]:
-    """What `choose` finds, and what the other ranks are told: an offer, or why there is none."""
+def offer(
+    settings: VerbsSettings, address: str, local_rank: int
+) -> tuple[list[_core.VerbsChoice], tuple[Offer, ...] | str]:
+    """What `choose` finds, and what the other ranks are told: what is offered, or why nothing is."""
     try:
-        choice = choose(settings, address, local_rank)
+        choices = choose(settings, address, local_rank)
     except Error as error:
-        return None, str(error)
-    told = Offer(choice.device, choice.port, choice.gid_index, choice.gid, choice.gid_kind, choice.lid, choice.mtu)
-    return choice, told
+        return [], str(error)
+    return choices, tuple(
+        Offer(choice.device, choice.port, choice.gid_index, choice.gid, choice.gid_kind, choice.lid, choice.mtu)
+        for choice in choices
+    )
 
 
 def place(rank: int, local_rank: int | None) -> int:
@@ -76,10 +83,15 @@ def place(rank: int, local_rank: int | None) -> int:
     return rank if local_rank is None else local_rank
 
 
-def options(settings: VerbsSettings, choice: _core.VerbsChoice) -> _core.VerbsOptions:
+def options(settings: VerbsSettings, rails: Sequence[_core.VerbsChoice]) -> _core.VerbsOptions:
     """What the transport needs to know."""
     return _core.VerbsOptions(
-        choice, settings.timeout, settings.retry_count, settings.traffic_class, settings.service_level
+        rails,
+        settings.timeout,
+        settings.retry_count,
+        settings.traffic_class,
+        settings.service_level,
+        bool(settings.relaxed_ordering),
     )
 
 

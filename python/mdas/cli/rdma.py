@@ -17,11 +17,11 @@ def examine(job: env.Job, chosen: Settings) -> Iterator[Finding]:
         for device in _core.verbs_devices():
             yield from _device(device)
         address, place = _own_address(job, chosen), verbs.place(job.rank, job.local_rank)
-        choice: _core.VerbsChoice | str = verbs.choose(chosen.verbs, address, place)
+        choices: list[_core.VerbsChoice] | str = verbs.choose(chosen.verbs, address, place)
     except Error as error:
-        choice = str(error)
-    yield _choice(choice, chosen)
-    yield _transport(job, chosen, choice)
+        choices = str(error)
+    yield from _choice(choices, chosen)
+    yield _transport(job, chosen, choices)
 
 
 def _own_address(job: env.Job, chosen: Settings) -> str | None:
@@ -54,17 +54,19 @@ def _guid(number: int) -> str:
     return ":".join(digits[at : at + 4] for at in range(0, 16, 4))
 
 
-def _choice(choice: _core.VerbsChoice | str, chosen: Settings) -> Finding:
-    if isinstance(choice, str):
+def _choice(choices: list[_core.VerbsChoice] | str, chosen: Settings) -> Iterator[Finding]:
+    if isinstance(choices, str):
         # That there is no RDMA is a failure only where somebody asked for it.
         named = chosen.verbs.device or chosen.verbs.port or chosen.verbs.gid_index is not None
         asked = chosen.transport == "verbs" or (chosen.transport == "auto" and named)
-        return Finding("rdma", "choice", "none", "fail" if asked else "ok", choice)
-    place = f"{choice.device} port {choice.port} GID {choice.gid_index}"
-    return Finding("rdma", "choice", place, note="; ".join([choice.why, *choice.warnings]))
+        yield Finding("rdma", "choice", "none", "fail" if asked else "ok", choices)
+        return
+    for choice in choices:
+        place = f"{choice.device} port {choice.port} GID {choice.gid_index}"
+        yield Finding("rdma", "choice", place, note="; ".join([choice.why, *choice.warnings]))
 
 
-def _transport(job: env.Job, chosen: Settings, choice: _core.VerbsChoice | str) -> Finding:
+def _transport(job: env.Job, chosen: Settings, choices: list[_core.VerbsChoice] | str) -> Finding:
     setting = f"MDAS_TRANSPORT is {chosen.transport}"
     if job.size == 1:
         return Finding("transports", "used", "none", note="a single process opens no sockets")
@@ -72,6 +74,6 @@ def _transport(job: env.Job, chosen: Settings, choice: _core.VerbsChoice | str) 
         return Finding("transports", "used", chosen.transport, note=setting)
     if job.local_size == job.size:
         return Finding("transports", "used", "tcp", note=f"{setting}, and all ranks are on one node")
-    if isinstance(choice, str):
+    if isinstance(choices, str):
         return Finding("transports", "used", "tcp", note=f"{setting}, and this rank has no RDMA")
     return Finding("transports", "used", "verbs", note=f"{setting}: between ranks that can, else tcp")

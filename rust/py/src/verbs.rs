@@ -54,7 +54,7 @@ pub(crate) struct VerbsDevice {
     ports: Vec<VerbsPort>,
 }
 
-/// Device, port and GID that a rank uses, and why.
+/// A device, port and GID that a rank uses, and why.
 #[pyclass(frozen, module = "mdas._core")]
 pub(crate) struct VerbsChoice {
     choice: Choice,
@@ -117,20 +117,29 @@ const CHUNK_BYTES: usize = 512 << 10;
 #[pyclass(frozen, module = "mdas._core")]
 #[derive(Clone)]
 pub(crate) struct VerbsOptions {
-    pub(crate) choice: Choice,
+    pub(crate) rails: Vec<Choice>,
     /// A packet is sent again after 4.096 us * 2^timeout without an answer.
     pub(crate) timeout: u8,
     /// How often, before the connection fails.
     pub(crate) retry_count: u8,
     pub(crate) traffic_class: u8,
     pub(crate) service_level: u8,
+    pub(crate) relaxed_ordering: bool,
 }
 
 #[pymethods]
 impl VerbsOptions {
     #[new]
-    fn new(choice: &VerbsChoice, timeout: u8, retry_count: u8, traffic_class: u8, service_level: u8) -> Self {
-        Self { choice: choice.choice.clone(), timeout, retry_count, traffic_class, service_level }
+    fn new(
+        rails: Vec<PyRef<'_, VerbsChoice>>,
+        timeout: u8,
+        retry_count: u8,
+        traffic_class: u8,
+        service_level: u8,
+        relaxed_ordering: bool,
+    ) -> Self {
+        let rails = rails.iter().map(|rail| rail.choice.clone()).collect();
+        Self { rails, timeout, retry_count, traffic_class, service_level, relaxed_ordering }
     }
 }
 
@@ -230,12 +239,12 @@ impl VerbsOptions {
     /// For the transport.
     pub(crate) fn transport(&self) -> Options {
         Options {
-            choice: self.choice.clone(),
+            rails: self.rails.clone(),
             timeout: self.timeout,
             retry_count: self.retry_count,
             traffic_class: self.traffic_class,
             service_level: self.service_level,
-            relaxed_ordering: false,
+            relaxed_ordering: self.relaxed_ordering,
             chunk_bytes: CHUNK_BYTES,
         }
     }
@@ -262,10 +271,10 @@ pub(crate) fn verbs_live() -> BTreeMap<&'static str, usize> {
     live::KINDS.iter().map(|&(kind, name)| (name, live::count(kind))).collect()
 }
 
-/// What a rank uses of `devices`; the settings `wanted`, `port` and `gid_index` are those of MDAS_IB_DEVICE, _PORT and
+/// What a rank uses of `devices`, the best first, up to `rails` ports; the settings `wanted`, `port` and `gid_index` are those of MDAS_IB_DEVICE, _PORT and
 /// _GID_INDEX, `route` is this host's address on the route to the peers.
 #[pyfunction]
-#[pyo3(signature = (devices, wanted=None, port=None, gid_index=None, route=None, local_rank=0, numa_node=None, gpu_path=None))]
+#[pyo3(signature = (devices, wanted=None, port=None, gid_index=None, route=None, local_rank=0, numa_node=None, gpu_path=None, rails=1))]
 pub(crate) fn choose_verbs(
     py: Python<'_>,
     devices: Vec<VerbsDevice>,
@@ -276,12 +285,14 @@ pub(crate) fn choose_verbs(
     local_rank: usize,
     numa_node: Option<u32>,
     gpu_path: Option<String>,
-) -> PyResult<VerbsChoice> {
+    rails: usize,
+) -> PyResult<Vec<VerbsChoice>> {
     let chosen = || {
         let route = route.map(ip).transpose()?;
-        let request = Request { devices: wanted, port, gid_index, route, local_rank, numa_node, gpu_path };
+        let request = Request { devices: wanted, port, gid_index, route, local_rank, numa_node, gpu_path, rails };
         let devices = devices.iter().map(VerbsDevice::table).collect::<Result<Vec<_>, _>>()?;
         choose(&devices, &request).map_err(Error::Configuration)
     };
-    chosen().map(|choice| VerbsChoice { choice }).map_err(|error| errors::to_python(py, &error))
+    let chosen = chosen().map_err(|error| errors::to_python(py, &error))?;
+    Ok(chosen.into_iter().map(|choice| VerbsChoice { choice }).collect())
 }

@@ -1,9 +1,9 @@
-//! Which device, port and GID a rank uses: a pure function of what the host has and what was asked for.
+//! Which devices, ports and GIDs a rank uses: a pure function of what the host has and what was asked for.
 //!
 //! Ports that cannot carry a connection drop out, each with its reason. Of the others, in this order: those whose peers
 //! need not be on the same Ethernet; InfiniBand before Ethernet, so that ranks near different devices of a mixed host
-//! still understand each other; not those that are at most half as fast as the fastest; the nearest. What is left is
-//! equal, and shared out by local rank.
+//! still understand each other; not those that are at most half as fast as the fastest; the nearest first. Equally near
+//! ones are shared out by local rank.
 
 mod gid;
 #[cfg(test)]
@@ -15,7 +15,7 @@ use std::net::IpAddr;
 use crate::table::{Device, Gid, GidKind, LinkLayer, Port, PortState, Protocol};
 
 /// What a rank knows about itself and was told.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct Request {
     /// `MDAS_IB_DEVICE`: names separated by commas; a name stands for all that begin with it, `=name` for that one
     /// only; a leading `^` turns the list into exclusions. `None` or "": all devices.
@@ -32,9 +32,26 @@ pub struct Request {
     pub numa_node: Option<u32>,
     /// Where the process's GPU is, as [`Device::pci_path`].
     pub gpu_path: Option<String>,
+    /// `MDAS_IB_RAILS`: ports to use at once, at least one.
+    pub rails: usize,
 }
 
-/// What a rank uses.
+impl Default for Request {
+    fn default() -> Request {
+        Request {
+            devices: None,
+            port: None,
+            gid_index: None,
+            route: None,
+            local_rank: 0,
+            numa_node: None,
+            gpu_path: None,
+            rails: 1,
+        }
+    }
+}
+
+/// A port that a rank uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Choice {
     /// Name of the device.
@@ -68,8 +85,9 @@ struct Candidate<'a> {
     gid: &'a Gid,
 }
 
-/// Chooses, or says what is wrong with every port.
-pub fn choose(devices: &[Device], request: &Request) -> Result<Choice, String> {
+/// Chooses as many ports as are asked for, or fewer where there are not as many, the best first; or says what is wrong
+/// with every port.
+pub fn choose(devices: &[Device], request: &Request) -> Result<Vec<Choice>, String> {
     if devices.is_empty() {
         return Err("this host has no RDMA device".into());
     }
@@ -94,13 +112,20 @@ pub fn choose(devices: &[Device], request: &Request) -> Result<Choice, String> {
     keep_least(&mut candidates, |one| one.port.link_layer == LinkLayer::Ethernet);
     let fastest = candidates.iter().map(|one| one.port.mbit_per_s).max().unwrap_or(0);
     keep_least(&mut candidates, |one| one.port.mbit_per_s != 0 && one.port.mbit_per_s <= fastest / 2);
-    keep_least(&mut candidates, |one| distance(one.device, request));
-    candidates.sort_by_key(|one| (natural(&one.device.name), one.port.number));
-    let equal = candidates.len();
-    match candidates.get(request.local_rank.checked_rem(equal).unwrap_or(0)) {
-        Some(chosen) => Ok(choice(chosen, why(chosen, usable, equal, request))),
-        None => Err(refused.join("; ")),
-    }
+    candidates.sort_by_key(|one| (distance(one.device, request), natural(&one.device.name), one.port.number));
+    let Some(nearest) = candidates.first().map(|one| distance(one.device, request)) else {
+        return Err(refused.join("; "));
+    };
+    let equal = candidates.partition_point(|one| distance(one.device, request) == nearest);
+    candidates[..equal].rotate_left(request.local_rank % equal * request.rails % equal);
+    candidates.truncate(request.rails.max(1));
+    let rank = |at: usize| match usable {
+        1 => "the only usable port".to_string(),
+        _ if at >= equal => format!("the nearest of {usable} usable ports, after those before it"),
+        _ if equal == 1 => format!("the best of {usable} usable ports"),
+        _ => format!("one of {equal} equally good ports, for local rank {}", request.local_rank),
+    };
+    Ok(candidates.iter().enumerate().map(|(at, one)| choice(one, why(one, rank(at), request))).collect())
 }
 
 /// Path MTU between two ports: the smaller of both.
@@ -205,12 +230,9 @@ fn choice(chosen: &Candidate<'_>, why: String) -> Choice {
     }
 }
 
-fn why(chosen: &Candidate<'_>, usable: usize, equal: usize, request: &Request) -> String {
-    let mut reasons = vec![match usable {
-        1 => "the only usable port".to_string(),
-        _ if equal == 1 => format!("the best of {usable} usable ports"),
-        _ => format!("one of {equal} equally good ports, for local rank {}", request.local_rank),
-    }];
+/// `rank`: its place among the usable ones.
+fn why(chosen: &Candidate<'_>, rank: String, request: &Request) -> String {
+    let mut reasons = vec![rank];
     if shared_path(chosen.device, request) > 0 {
         reasons.push("on the GPU's side of the PCI tree".into());
     }

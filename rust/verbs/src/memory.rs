@@ -119,7 +119,11 @@ impl MemoryRegion {
         let fd = descriptor.as_raw_fd();
         // SAFETY: the descriptor is open; the rest is the caller's to answer for.
         let raw = unsafe { call(domain.raw.as_ptr(), offset, length, address as u64, fd, flags(access) as i32) };
-        let raw = NonNull::new(raw).ok_or_else(|| Error::last("ibv_reg_dmabuf_mr", &context.name))?;
+        let raw = NonNull::new(raw).ok_or_else(|| {
+            Error::last("ibv_reg_dmabuf_mr", &context.name).with_hint(|errno| {
+                (errno == libc::EOPNOTSUPP).then(|| "the device's driver cannot reach other devices' memory".into())
+            })
+        })?;
         let _counted = Counted::new(Kind::MemoryRegion);
         Ok(MemoryRegion { raw, domain: domain.clone(), address, length, _counted })
     }

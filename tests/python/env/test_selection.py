@@ -9,13 +9,15 @@ from mdas.rendezvous import Card
 from mdas.selection import decide
 from mdas.verbs import Offer
 
-ROCE = Offer("rxe0", 1, 1, "::ffff:10.0.0.5", "RoCE v2", 0, 4096)
-ROCE_1 = Offer("mlx4_0", 1, 0, "::ffff:10.0.0.5", "RoCE v1", 0, 1024)
-FABRIC = Offer("mlx5_0", 1, 0, "fe80::1", "InfiniBand", 17, 4096)
+Offers = tuple[Offer, ...] | str
+
+ROCE = (Offer("rxe0", 1, 1, "::ffff:10.0.0.5", "RoCE v2", 0, 4096),)
+ROCE_1 = (Offer("mlx4_0", 1, 0, "::ffff:10.0.0.5", "RoCE v1", 0, 1024),)
+FABRIC = (Offer("mlx5_0", 1, 0, "fe80::1", "InfiniBand", 17, 4096),)
 NONE = "this host has no RDMA device"
 DOWN = "mlx5_0 port 1: it is down: no cable, or its network interface is down"
 
-DECISIONS: list[tuple[str, tuple[int, ...], list[Offer | str], str, str]] = [
+DECISIONS: list[tuple[str, tuple[int, ...], list[Offers], str, str]] = [
     ("tcp", (0, 1), [FABRIC, FABRIC], "tcp", "as MDAS_TRANSPORT says"),
     ("verbs", (0, 1), [FABRIC, FABRIC], "verbs", "as MDAS_TRANSPORT says"),
     ("verbs", (0, 0), [ROCE, ROCE], "verbs", "as MDAS_TRANSPORT says"),
@@ -58,13 +60,13 @@ DECISIONS: list[tuple[str, tuple[int, ...], list[Offer | str], str, str]] = [
 
 
 @pytest.mark.parametrize(("wanted", "nodes", "offers", "transport", "why"), DECISIONS)
-def test_decisions(wanted: str, nodes: tuple[int, ...], offers: list[Offer | str], transport: str, why: str) -> None:
+def test_decisions(wanted: str, nodes: tuple[int, ...], offers: list[Offers], transport: str, why: str) -> None:
     decision = decide(wanted, nodes, offers)
     assert (decision.transport, decision.why) == (transport, why)
 
 
 def test_both_ends_of_a_pair_take_the_same() -> None:
-    offers: list[Offer | str] = [FABRIC, ROCE, FABRIC, ROCE, DOWN, ROCE_1]
+    offers: list[Offers] = [FABRIC, ROCE, FABRIC, ROCE, DOWN, ROCE_1]
     decision = decide("auto", (0, 0, 1, 1, 2, 2), offers)
     # The only one that talks RoCE v1 has nobody to talk to.
     assert decision.kinds == ("InfiniBand", "RoCE v2", "InfiniBand", "RoCE v2", None, None)
@@ -78,6 +80,16 @@ def test_those_that_share_a_node_only_need_no_verbs() -> None:
     assert decide("auto", (0, 0, 1), [ROCE, ROCE, NONE]).transport == "tcp"
 
 
+def test_the_job_takes_as_many_rails_as_every_rank_offers() -> None:
+    decision = decide("auto", (0, 1, 2), [FABRIC * 3, FABRIC * 2, FABRIC * 4])
+    assert (decision.transport, decision.why, decision.rails) == ("verbs", "every rank offers it", 2)
+    assert decide("verbs", (0, 1), [ROCE * 2, ROCE]).rails == 1
+    assert decide("auto", (0, 1), [ROCE + ROCE_1, ROCE]).transport == "verbs"
+    assert decide("auto", (0, 1), [ROCE + ROCE_1, ROCE * 2]).why == (
+        "not verbs, since they do not understand each other: rank 0: RoCE v2, RoCE v1; rank 1: RoCE v2"
+    )
+
+
 @pytest.mark.parametrize(
     ("offers", "reason"),
     [
@@ -87,7 +99,7 @@ def test_those_that_share_a_node_only_need_no_verbs() -> None:
 )
 @pytest.mark.parametrize("nodes", [(0, 0), (0, 1)])
 def test_verbs_that_some_cannot_use_fails_with_their_reasons(
-    offers: list[Offer | str], reason: str, nodes: tuple[int, ...]
+    offers: list[Offers], reason: str, nodes: tuple[int, ...]
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         decide("verbs", nodes, offers)
@@ -97,13 +109,13 @@ def test_verbs_that_some_cannot_use_fails_with_their_reasons(
 
 
 def test_a_thousand_reasons_are_not_all_told() -> None:
-    offers: list[Offer | str] = [f"host {rank} has no RDMA device" for rank in range(1000)]
+    offers: list[Offers] = [f"host {rank} has no RDMA device" for rank in range(1000)]
     why = decide("auto", range(1000), offers).why
     assert why.endswith("rank 3: host 3 has no RDMA device; and 996 more")
 
 
-@pytest.mark.parametrize("offer", [FABRIC, NONE])
-def test_an_offer_survives_its_card(offer: Offer | str) -> None:
+@pytest.mark.parametrize("offer", [FABRIC, ROCE + ROCE_1, NONE])
+def test_an_offer_survives_its_card(offer: Offers) -> None:
     card = Card("10.0.0.5", 4711, "host/net", "0.1.0", {"transport": "auto"}, offer)
     assert Card.decode(card.encode()) == card
 

@@ -33,9 +33,11 @@ def test_verbs() -> None:
         "RETRY_COUNT": "0",
         "TRAFFIC_CLASS": "104",
         "SERVICE_LEVEL": "15",
+        "RAILS": "8",
+        "RELAXED_ORDERING": "1",
     }
     chosen = settings.read({f"MDAS_IB_{name}": value for name, value in given.items()})
-    assert chosen.verbs == VerbsSettings("mlx5_0,^x", 2, 0, 31, 0, 104, 15)
+    assert chosen.verbs == VerbsSettings("mlx5_0,^x", 2, 0, 31, 0, 104, 15, 8, 1)
     assert settings.read(dict.fromkeys((f"MDAS_IB_{name}" for name in given), "")).verbs == VerbsSettings()
     for transport in ("auto", "tcp", "verbs"):
         assert settings.read({}, transport=transport).transport == transport
@@ -53,6 +55,9 @@ def test_verbs() -> None:
         ("MDAS_IB_RETRY_COUNT", "8"),
         ("MDAS_IB_TRAFFIC_CLASS", "0x68"),
         ("MDAS_IB_SERVICE_LEVEL", "16"),
+        ("MDAS_IB_RAILS", "0"),
+        ("MDAS_IB_RAILS", "9"),
+        ("MDAS_IB_RELAXED_ORDERING", "2"),
         ("MDAS_TIMEOUT", "0"),
         ("MDAS_TIMEOUT", "-1"),
         ("MDAS_TIMEOUT", "inf"),

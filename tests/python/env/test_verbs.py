@@ -31,9 +31,8 @@ def has(host: pytest.MonkeyPatch, devices: list[_core.VerbsDevice]) -> None:
 
 def test_soft_roce_is_offered_with_the_gid_of_the_route(host: pytest.MonkeyPatch) -> None:
     has(host, recorded.rxe("10.0.0.5"))
-    choice, offer = verbs.offer(VerbsSettings(), "10.0.0.5", 0)
-    assert offer == Offer("rxe0", 1, 1, "::ffff:10.0.0.5", "RoCE v2", 0, 4096)
-    assert choice is not None
+    (choice,), offers = verbs.offer(VerbsSettings(), "10.0.0.5", 0)
+    assert offers == (Offer("rxe0", 1, 1, "::ffff:10.0.0.5", "RoCE v2", 0, 4096),)
     assert choice.why == "the only usable port, GID of the address on the route to the peers"
     assert choice.warnings == []
 
@@ -42,12 +41,14 @@ def test_settings_and_place_reach_the_chooser(host: pytest.MonkeyPatch) -> None:
     has(host, recorded.fabric(4))
 
     def device(local_rank: int, **settings: object) -> str:
-        _, offer = verbs.offer(VerbsSettings(**settings), "10.0.0.5", local_rank)  # type: ignore[arg-type]
-        return offer if isinstance(offer, str) else offer.device
+        _, offers = verbs.offer(VerbsSettings(**settings), "10.0.0.5", local_rank)  # type: ignore[arg-type]
+        return offers if isinstance(offers, str) else " ".join(offer.device for offer in offers)
 
     assert [device(rank) for rank in range(5)] == ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3", "mlx5_0"]
     assert [device(rank, device="mlx5_1,mlx5_3") for rank in range(3)] == ["mlx5_1", "mlx5_3", "mlx5_1"]
     assert [device(rank, device="^mlx5_1,mlx5_3") for rank in range(3)] == ["mlx5_0", "mlx5_2", "mlx5_0"]
+    assert [device(rank, rails=2) for rank in range(3)] == ["mlx5_0 mlx5_1", "mlx5_2 mlx5_3", "mlx5_0 mlx5_1"]
+    assert device(0, rails=8) == "mlx5_0 mlx5_1 mlx5_2 mlx5_3"
     assert device(0, device="mlx4") == (
         "MDAS_IB_DEVICE=mlx4: no device has such a name; this host has mlx5_0, mlx5_1, mlx5_2, mlx5_3"
     )
@@ -59,12 +60,12 @@ def test_the_socket_of_the_process_counts(host: pytest.MonkeyPatch) -> None:
     address = [recorded.gid(1, "RoCE v2", "::ffff:10.0.0.5")]
     devices = [recorded.device(f"mlx5_{n}", recorded.port(gids=address), numa_node=1 - n) for n in range(2)]
     has(host, devices)
-    assert verbs.choose(VerbsSettings(), None, 0).device == "mlx5_1"
+    assert verbs.choose(VerbsSettings(), None, 0)[0].device == "mlx5_1"
 
 
 def test_a_link_local_choice_warns(host: pytest.MonkeyPatch) -> None:
     has(host, [recorded.device("rxe0", recorded.port(gids=[recorded.gid(0, "RoCE v2", "fe80::1")]))])
-    (warning,) = verbs.choose(VerbsSettings(), "10.0.0.5", 0).warnings
+    (warning,) = verbs.choose(VerbsSettings(), "10.0.0.5", 0)[0].warnings
     assert "link-local" in warning
 
 
@@ -74,7 +75,7 @@ def test_a_device_that_does_not_work_is_no_offer(host: pytest.MonkeyPatch) -> No
 
     has(host, recorded.rxe("10.0.0.5"))
     host.setattr(_core, "try_verbs", refuse)
-    assert verbs.offer(VerbsSettings(), "10.0.0.5", 0) == (None, "rxe0: no memory for 16777216 bytes")
+    assert verbs.offer(VerbsSettings(), "10.0.0.5", 0) == ([], "rxe0: no memory for 16777216 bytes")
 
 
 def test_trying_a_device_that_does_not_exist_says_so() -> None:

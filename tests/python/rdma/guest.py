@@ -125,6 +125,47 @@ def exactness() -> Result:
     return out
 
 
+def packets() -> dict[str, int]:
+    """Sent by each device so far."""
+    counters = sorted(Path("/sys/class/infiniband").glob("*/ports/1/hw_counters/sent_pkts"))
+    return {counter.parts[4]: int(counter.read_text()) for counter in counters}
+
+
+@scenario
+def rails() -> Result:
+    """Over both devices at once, and over TCP; then host 1 would use one only."""
+    import numpy as np
+
+    out: Result = {"digests": [], "left": []}
+    os.environ["MDAS_IB_RAILS"] = "2"
+    for transport in ("verbs", "tcp", "verbs"):
+        os.environ["MDAS_IB_RELAXED_ORDERING"] = str(len(out["left"]) // 2)
+        with job(transport) as mdas:
+            before = packets()
+            out["digests"].append(collectives(mdas))
+            values = np.arange(2_000_000, dtype="float32") * (1 + HOST)
+            mdas.allreduce(values)
+            exact = np.array_equal(values, np.arange(2_000_000, dtype="float32") * 3)
+            out.setdefault("exact", []).append(bool(exact))
+            out.setdefault("packets", []).append({name: count - before[name] for name, count in packets().items()})
+        out["left"].append(left())
+    os.environ["MDAS_IB_RAILS"] = str(2 - HOST)
+    with job("verbs") as mdas:
+        before = packets()
+        out["fewer"] = float(mdas.allreduce(np.ones(1_000_000, "float32"))[-1])
+        out["fewer packets"] = {name: count - before[name] for name, count in packets().items()}
+    out["left"].append(left())
+    return out
+
+
+@scenario
+def device_tests() -> Result:
+    """The tests in Rust that need a device; the machine has no cargo, but sees what was built outside."""
+    words = [os.environ["MDAS_DEVICE_TESTS"], "verbs::tests", "--ignored", "--test-threads=1", "--nocapture"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
+    return {"status": done.returncode, "text": done.stdout + done.stderr}
+
+
 @scenario
 def zero_copy() -> Result:
     """A registered bucket over verbs: only the reduction touches it."""

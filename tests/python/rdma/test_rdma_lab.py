@@ -17,10 +17,19 @@ pytestmark = pytest.mark.timeout(2700)
 
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
-SCENARIOS = [
-    *("exactness", "mixed", "zero_copy", "loss", "killed", "link_down", "port_flaps", "memlock", "doctor", "training")
-]
+SCENARIOS = ["exactness", "mixed", "rails", "device_tests"]
+SCENARIOS += ["zero_copy", "loss", "killed", "link_down", "port_flaps", "memlock", "doctor", "training"]
 NOTHING = {"completion_queues": 0, "contexts": 0, "memory_regions": 0, "protection_domains": 0, "queue_pairs": 0}
+
+
+def device_tests():
+    """The program with the core's unit tests, built if need be."""
+    words = ["cargo", "test", "--no-run", "--message-format=json", "--locked", "-p", "mdas-core", "--lib"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=900, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    artifacts = (json.loads(line) for line in done.stdout.splitlines())
+    (program,) = {artifact["executable"] for artifact in artifacts if artifact.get("executable")}
+    return program
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +40,11 @@ def lab(tmp_path_factory):
         pytest.skip(f"the RDMA laboratory needs root and {', '.join(missing) or 'nothing else'} (make setup)")
     out = tmp_path_factory.mktemp("lab")
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-    paths = f"PYTHONPATH={environment['PYTHONPATH']}" if "PYTHONPATH" in environment else "LAB=1"
-    words = [ROOT / "tests/rdma/lab", "--hosts", "2", "--cpus", "1", "--memory", "3G", "--limit", "2400", "--out", out]
-    words += ["--", "env", paths, sys.executable, "-u", HERE / "guest.py", *SCENARIOS]
+    variables = [f"MDAS_DEVICE_TESTS={device_tests()}"]
+    variables += [f"PYTHONPATH={environment['PYTHONPATH']}"] if "PYTHONPATH" in environment else []
+    words = [ROOT / "tests/rdma/lab", "--hosts", "2", "--nics", "2", "--cpus", "1", "--memory", "3G"]
+    words += ["--limit", "2400", "--out", out, "--", "env", *variables]
+    words += [sys.executable, "-u", HERE / "guest.py", *SCENARIOS]
     done = subprocess.run(words, capture_output=True, text=True, timeout=2500, cwd=ROOT, check=False)
 
     def found(name):
@@ -74,6 +85,30 @@ def test_a_rank_without_rdma_is_reached_over_tcp_and_the_others_over_verbs(lab):
     assert ours["queue pairs"] == 2
     assert ours["digests"][0] == ours["digests"][1]
     assert ours["left"]["verbs"] == NOTHING
+
+
+def test_two_rails_carry_the_same_bits_and_about_as_much_each(lab):
+    for result in lab("rails"):
+        first, tcp, again = result["digests"]
+        assert first == tcp == again
+        assert result["exact"] == [True, True, True]
+        for one, both in enumerate(result["packets"]):
+            few, many = sorted(both.values())
+            assert set(both) == {"rxe0", "rxe1"}
+            assert many == 0 if one == 1 else few > 0.5 * many > 500
+        assert result["fewer"] == 2.0
+        assert result["fewer packets"]["rxe1"] == 0 < result["fewer packets"]["rxe0"]
+        assert [left["verbs"] for left in result["left"]] == [NOTHING] * 4
+        assert result["left"][1:] == result["left"][:1] * 3
+    ours, theirs = lab("rails")
+    assert ours["digests"] == theirs["digests"]
+
+
+def test_the_transport_by_itself_on_the_device(lab):
+    for result in lab("device_tests"):
+        assert result["status"] == 0, result["text"]
+        (passed,) = re.findall(r"test result: ok\. (\d+) passed; 0 failed; 0 ignored", result["text"])
+        assert int(passed) == 5
 
 
 def test_a_registered_bucket_is_never_copied(lab):

@@ -58,9 +58,16 @@ fn plain() -> Request {
     Request { route: Some([10, 0, 0, 5].into()), ..Request::default() }
 }
 
-/// (device, port, GID index), or why not.
+/// The only choice, where no more are asked for.
+fn only(devices: &[Device], request: &Request) -> Choice {
+    let mut choices = choose(devices, request).unwrap();
+    assert_eq!(choices.len(), 1);
+    choices.remove(0)
+}
+
+/// (device, port, GID index).
 fn chosen(devices: &[Device], request: &Request) -> (String, u8, u32) {
-    let choice = choose(devices, request).unwrap();
+    let choice = only(devices, request);
     (choice.device, choice.port, choice.gid_index)
 }
 
@@ -85,7 +92,7 @@ fn gpu_node() -> Vec<Device> {
 #[test]
 fn soft_roce_in_a_virtual_machine() {
     let rxe = ethernet(1, vec![gid(0, V2, "fe80::5054:ff:fe12:3456"), gid(1, V2, "10.0.0.5")]);
-    let choice = choose(&[device("rxe0", None, vec![Port { mbit_per_s: 2500, ..rxe }])], &plain()).unwrap();
+    let choice = only(&[device("rxe0", None, vec![Port { mbit_per_s: 2500, ..rxe }])], &plain());
     let expected = Choice {
         device: "rxe0".into(),
         port: 1,
@@ -104,7 +111,7 @@ fn soft_roce_in_a_virtual_machine() {
 
 #[test]
 fn one_infiniband_device_is_addressed_by_lid() {
-    let choice = choose(&[device("mlx5_0", Some(0), vec![infiniband(1, 17)])], &plain()).unwrap();
+    let choice = only(&[device("mlx5_0", Some(0), vec![infiniband(1, 17)])], &plain());
     assert_eq!((choice.link_layer, choice.lid, choice.grh_required), (LinkLayer::InfiniBand, 17, false));
     assert_eq!((choice.gid_index, choice.gid_kind), (0, GidKind::InfiniBand));
     assert_eq!(choice.why, "the only usable port, addressed by LID 17");
@@ -139,7 +146,7 @@ fn the_gid_of_the_route_then_ipv4_then_ipv6_then_link_local() {
 #[test]
 fn without_a_route_the_choice_does_not_speak_of_one() {
     let devices = [device("rxe0", None, vec![roce("10.0.0.5")])];
-    let why = |route| choose(&devices, &Request { route, ..Request::default() }).unwrap().why;
+    let why = |route| only(&devices, &Request { route, ..Request::default() }).why;
     assert_eq!(why(None), "the only usable port, GID of an IPv4 address");
     let elsewhere = "the only usable port, GID of an IPv4 address, not that of the route to the peers";
     assert_eq!(why(Some([127, 0, 0, 1].into())), elsewhere);
@@ -149,7 +156,7 @@ fn without_a_route_the_choice_does_not_speak_of_one() {
 fn a_link_local_gid_comes_with_a_warning() {
     for address in ["fe80::1", "169.254.7.7"] {
         let port = ethernet(1, vec![gid(0, V1, address), gid(1, V2, address)]);
-        let choice = choose(&[device("mlx5_0", None, vec![port])], &plain()).unwrap();
+        let choice = only(&[device("mlx5_0", None, vec![port])], &plain());
         assert_eq!(choice.gid_index, 1);
         assert_eq!(choice.warnings.len(), 1);
         assert!(choice.warnings[0].contains("link-local"), "{:?}", choice.warnings);
@@ -172,7 +179,7 @@ fn only_roce_v1_is_refused_unless_its_index_is_given() {
         "mlx4_0 port 1: it has no GID for RoCE v2, but 0 (RoCE v1, fe80::1), 1 (RoCE v1, ::ffff:10.0.0.5); \
          MDAS_IB_GID_INDEX takes one of them"
     );
-    let choice = choose(&devices, &Request { gid_index: Some(1), ..plain() }).unwrap();
+    let choice = only(&devices, &Request { gid_index: Some(1), ..plain() });
     assert_eq!((choice.gid_index, choice.gid_kind), (1, V1));
     assert!(choice.warnings[0].contains("RoCE v1, which no router forwards"), "{:?}", choice.warnings);
     assert!(choice.why.ends_with("GID as MDAS_IB_GID_INDEX says"), "{}", choice.why);
@@ -215,7 +222,7 @@ fn every_unusable_port_says_why() {
 
 #[test]
 fn a_virtual_function_without_lid_is_addressed_by_gid() {
-    let choice = choose(&[device("mlx5_4", None, vec![infiniband(1, 0)])], &plain()).unwrap();
+    let choice = only(&[device("mlx5_4", None, vec![infiniband(1, 0)])], &plain());
     assert!(choice.grh_required);
     assert_eq!(choice.why, "the only usable port, without LID, addressed by GID");
 }
@@ -230,7 +237,7 @@ fn the_active_port_of_a_two_port_card() {
 #[test]
 fn both_ports_of_a_card_are_shared_out() {
     let card = [device("mlx4_0", Some(0), vec![infiniband(1, 8), infiniband(2, 9)])];
-    let port = |local_rank| choose(&card, &Request { local_rank, ..plain() }).unwrap().port;
+    let port = |local_rank| only(&card, &Request { local_rank, ..plain() }).port;
     assert_eq!([0, 1, 2, 3].map(port), [1, 2, 1, 2]);
     let second = Request { port: Some(2), ..plain() };
     assert_eq!(chosen(&card, &second), place("mlx4_0", 2, 0));
@@ -255,9 +262,9 @@ fn a_bond_is_one_device_with_the_bonds_address() {
 fn equal_devices_are_shared_out_in_the_order_of_their_numbers() {
     let devices: Vec<Device> =
         [10, 2, 0, 1].map(|n| device(&format!("mlx5_{n}"), None, vec![roce(&format!("10.0.{n}.5"))])).into();
-    let name = |local_rank| choose(&devices, &Request { local_rank, ..plain() }).unwrap().device;
+    let name = |local_rank| only(&devices, &Request { local_rank, ..plain() }).device;
     assert_eq!([0, 1, 2, 3, 4].map(name), ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_10", "mlx5_0"]);
-    let third = choose(&devices, &Request { local_rank: 3, ..plain() }).unwrap();
+    let third = only(&devices, &Request { local_rank: 3, ..plain() });
     assert_eq!(
         third.why,
         "one of 4 equally good ports, for local rank 3, GID of an IPv4 address, not that of the route to the peers"
@@ -272,14 +279,14 @@ fn ranks_of_a_mixed_node_keep_to_infiniband_near_their_socket() {
     {
         let name = |local_rank| {
             let request = Request { local_rank, numa_node: Some(numa_node), ..plain() };
-            let choice = choose(&node, &request).unwrap();
+            let choice = only(&node, &request);
             assert_eq!(choice.link_layer, LinkLayer::InfiniBand);
             assert!(choice.why.contains(&format!("on this process's NUMA node {numa_node}")), "{}", choice.why);
             choice.device
         };
         assert_eq!([0, 1, 2, 3].map(name), expected);
     }
-    let unbound = |local_rank| choose(&node, &Request { local_rank, ..plain() }).unwrap().device;
+    let unbound = |local_rank| only(&node, &Request { local_rank, ..plain() }).device;
     assert_eq!([0, 3, 4, 7].map(unbound), ["mlx5_0", "mlx5_3", "mlx5_5", "mlx5_8"]);
 }
 
@@ -290,7 +297,7 @@ fn a_gpu_takes_the_device_under_its_own_bridge() {
         let gpu_path = Some(format!("pci0000:{n:x}0/0000:{n:x}0:01.0/0000:{n:x}1:00.0/0000:{n:x}3:00.0"));
         // Though the process itself is bound to the other socket.
         let request = Request { gpu_path, local_rank, numa_node: Some(u32::from(n < 5)), ..plain() };
-        let choice = choose(&node, &request).unwrap();
+        let choice = only(&node, &request);
         assert_eq!(choice.device, format!("mlx5_{n}"));
         assert!(choice.why.contains("on the GPU's side of the PCI tree"), "{}", choice.why);
     }
@@ -312,7 +319,7 @@ fn same_device_nearest_by_depth_in_the_tree() {
     ];
     let near = |gpu: &str| {
         let request = Request { gpu_path: Some(gpu.into()), local_rank: 0, ..plain() };
-        choose(&devices, &request).unwrap().device
+        only(&devices, &request).device
     };
     assert_eq!(near("pci0000:3a/0000:3a:00.0/0000:3b:00.0/0000:3c:08.0/0000:41:00.0"), "mlx5_1");
     assert_eq!(near("pci0000:3a/0000:3a:02.0/0000:50:00.0"), "mlx5_0");
@@ -326,7 +333,7 @@ fn a_nearer_device_wins_over_one_whose_place_is_unknown() {
     let request = Request { numa_node: Some(0), local_rank: 5, ..plain() };
     assert_eq!(chosen(&devices, &request).0, "mlx5_2");
     assert_eq!(chosen(&devices[..2], &request).0, "mlx5_1");
-    let far = choose(&devices[..1], &request).unwrap();
+    let far = only(&devices[..1], &request);
     assert!(far.why.contains("on NUMA node 1, while this process runs on 0"), "{}", far.why);
 }
 
@@ -348,9 +355,7 @@ fn names_of_devices() {
     let names = ["mlx5_0", "mlx5_1", "mlx5_10", "mlx5_bond_0", "rxe0"];
     let devices = names.map(|name| device(name, None, vec![roce("10.0.0.5")]));
     let all = |list: &str| {
-        let name = |local_rank| {
-            choose(&devices, &Request { devices: Some(list.into()), local_rank, ..plain() }).unwrap().device
-        };
+        let name = |local_rank| only(&devices, &Request { devices: Some(list.into()), local_rank, ..plain() }).device;
         let mut found: Vec<String> = (0..5).map(name).collect();
         found.dedup();
         found.truncate(found.iter().skip(1).position(|name| *name == found[0]).map_or(found.len(), |at| at + 1));
@@ -382,7 +387,7 @@ fn the_path_mtu_is_the_smaller_one() {
 
 #[test]
 fn global_routes_are_for_ethernet_and_other_subnets() {
-    let on = |port: Port| choose(&[device("dev0", None, vec![port])], &plain()).unwrap();
+    let on = |port: Port| only(&[device("dev0", None, vec![port])], &plain());
     let here = on(infiniband(1, 4));
     assert!(!global_route(&here, &on(infiniband(1, 5))));
     let other_subnet = Port { gids: vec![gid(0, GidKind::InfiniBand, "fec0:1::5")], ..infiniband(1, 5) };
@@ -390,4 +395,29 @@ fn global_routes_are_for_ethernet_and_other_subnets() {
     let insists = Port { grh_required: true, ..infiniband(1, 6) };
     assert!(global_route(&here, &on(insists.clone())) && global_route(&on(insists), &here));
     assert!(global_route(&on(roce("10.0.0.5")), &on(roce("10.0.0.6"))));
+}
+
+#[test]
+fn several_rails_take_equal_ports_in_turn_then_farther_ones() {
+    let node = gpu_node();
+    let names = |rails, local_rank, numa_node| {
+        let choices = choose(&node, &Request { rails, local_rank, numa_node, ..plain() }).unwrap();
+        assert!(choices.iter().all(|choice| choice.link_layer == LinkLayer::InfiniBand));
+        choices.iter().map(|choice| choice.device.trim_start_matches("mlx5_").into()).collect::<Vec<String>>().join(" ")
+    };
+    assert_eq!([0, 1, 2, 3, 4].map(|rank| names(2, rank, None)), ["0 1", "2 3", "5 6", "7 8", "0 1"]);
+    assert_eq!([0, 1, 2].map(|rank| names(2, rank, Some(1))), ["5 6", "7 8", "5 6"]);
+    assert_eq!(names(3, 1, Some(1)), "8 5 6");
+    assert_eq!(names(8, 1, Some(1)), "5 6 7 8 0 1 2 3");
+    assert_eq!(names(0, 0, None), "0");
+    let choices = choose(&node, &Request { rails: 5, numa_node: Some(1), ..plain() }).unwrap();
+    assert_eq!(
+        choices[4].why,
+        "the nearest of 10 usable ports, after those before it, on NUMA node 0, while this process runs on 1, \
+         addressed by LID 100"
+    );
+    let slow = Port { mbit_per_s: 50_000, ..infiniband(1, 9) };
+    let devices = [device("mlx5_0", None, vec![infiniband(1, 8)]), device("mlx5_1", None, vec![slow])];
+    let choices = choose(&devices, &Request { rails: 2, ..plain() }).unwrap();
+    assert_eq!(choices.len(), 1, "a rail that is half as fast would hold the other up");
 }

@@ -1,7 +1,8 @@
 //! One queue pair, what is posted on it, and what waits for room.
 
+use super::CREDIT;
 use super::frames::Frames;
-use crate::transport::WriteId;
+use crate::transport::{Lane, WriteId};
 use mdas_verbs::sys::Sge;
 use mdas_verbs::{QueuePair, Result};
 use std::collections::VecDeque;
@@ -41,6 +42,8 @@ pub enum Ended {
 
 pub struct Channel {
     pub pair: QueuePair,
+    pub lane: Lane,
+    pub rail: usize,
     waiting: VecDeque<Request>,
     posted: VecDeque<Posted>,
     /// Id of the first of `posted`.
@@ -55,14 +58,16 @@ pub struct Channel {
 }
 
 impl Channel {
-    pub fn new(pair: QueuePair, credit: u32) -> Channel {
+    pub fn new(pair: QueuePair, lane: Lane, rail: usize) -> Channel {
         Channel {
             pair,
+            lane,
+            rail,
             waiting: VecDeque::new(),
             posted: VecDeque::new(),
             first: 0,
             silent: 0,
-            credit,
+            credit: if lane == Lane::Urgent { CREDIT } else { u32::MAX },
             owed: 0,
             goodbye: false,
         }

@@ -1,10 +1,11 @@
 //! InfiniBand verbs: reliable connections, over which data is written where the peer wants it.
 //!
-//! Per peer there are two queue pairs, one per lane, so that urgent messages never stand behind bulk. Control frames are
-//! sends into receives that are always posted; the sender never has more of them under way than the peer has room for.
+//! A rank uses one or more ports at once, its rails; the n-th of one rank talks to the n-th of another. Per peer there is
+//! a queue pair for the urgent lane, on the first rail, and one for bulk on every rail, so that urgent messages never
+//! stand behind bulk. On which rail a landing area is written its owner decides, in turn. Control frames are sends into receives that are always posted; the sender never has more of them under way than the peer has room for.
 //! Data is an RDMA write with an immediate, against the peer's grant, whose key is (address, rkey and a number of the
-//! landing area); the immediate brings that number back and so tells the peer that the data is there. No processor
-//! touches it on the way.
+//! landing area, which also says the rail); the immediate brings that number back and so tells the peer that the data is
+//! there. No processor touches it on the way.
 //!
 //! The authenticated stream from the bootstrap stays open: a peer that dies while we only wait for its data is noticed by
 //! the end of that stream. Completions are polled, and waited for through a completion channel when there are none.
@@ -15,21 +16,23 @@
 mod channel;
 mod frames;
 mod progress;
+mod rail;
 mod registry;
 mod setup;
+#[cfg(test)]
+mod tests;
 
 use crate::bootstrap::wire::Patience;
 use crate::error::{Error, Result};
 use crate::transport::poller::Poller;
 use crate::transport::tcp::socket;
-use crate::transport::{
-    Event, Keeper, LandingKey, Lane, MAX_CONTROL_BYTES, RawSpan, Transport, Waitable, Wake, WriteId,
-};
+use crate::transport::{Event, Keeper, LandingKey, Lane, MAX_CONTROL_BYTES, RawSpan, Transport, Wake, WriteId};
 use channel::{Channel, Request};
 use frames::Frames;
+use mdas_verbs::Completion;
 use mdas_verbs::choose::Choice;
 use mdas_verbs::sys::Sge;
-use mdas_verbs::{Completion, CompletionChannel, CompletionQueue, Context, ProtectionDomain};
+use rail::Rail;
 use registry::Registry;
 use std::collections::HashMap;
 use std::net::TcpStream;
@@ -56,14 +59,19 @@ const GRACE: Duration = Duration::from_millis(20);
 /// Longest sleep within [`Transport::close`].
 const CLOSING_TURN: Duration = Duration::from_millis(5);
 
+/// Places of a peer's channels: the urgent one, then bulk's, by rail.
+const URGENT: usize = 0;
+const BULK: usize = 1;
+
+/// To the poller: of the first rail, then those of the others.
 const CHANNEL: usize = usize::MAX >> 1;
-const DEVICE: usize = CHANNEL - 1;
+const DEVICE: usize = CHANNEL - rail::MOST;
 
 /// How a [`Verbs`] works.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Device, port and GID.
-    pub choice: Choice,
+    /// Ports to use at once, as many on all ranks.
+    pub rails: Vec<Choice>,
     /// A packet is sent again after 4.096 us * 2^timeout without an answer, ...
     pub timeout: u8,
     /// ... so many times, before the connection is given up.
@@ -88,8 +96,10 @@ enum State {
 struct Peer {
     state: State,
     stream: Option<OwnedFd>,
-    /// By lane; `None` for our own rank, and once it is gone.
-    channels: Option<[Channel; 2]>,
+    /// The urgent one, then one per rail; none for our own rank, and once it is gone.
+    channels: Vec<Channel>,
+    /// On which it writes next.
+    next_rail: usize,
 }
 
 struct Landing {
@@ -107,13 +117,9 @@ pub struct Verbs {
     peers: Vec<Peer>,
     frames: Frames,
     registry: Registry,
-    queue: Arc<CompletionQueue>,
-    context: Arc<Context>,
-    choice: Choice,
+    rails: Vec<Rail>,
     chunk_bytes: usize,
     rank: usize,
-    /// Peer and lane of every queue pair.
-    numbers: HashMap<u32, (usize, Lane)>,
     /// Exposed, by immediate.
     landings: HashMap<u32, Landing>,
     next_landing: u32,
@@ -137,58 +143,37 @@ impl Verbs {
         deadline: Duration,
         keep_going: &dyn Fn() -> bool,
     ) -> Result<Verbs> {
-        let failed = |error: mdas_verbs::Error| Error::Configuration(format!("verbs: {error}"));
         let system = |cause: std::io::Error| Error::system("verbs: preparing the connections", cause);
-        let choice = options.choice.clone();
-        let context = Context::open(&choice.device).map_err(failed)?;
-        let domain = ProtectionDomain::new(&context).map_err(failed)?;
-        let channel = CompletionChannel::new(&context).map_err(failed)?;
-        let (_, most) = context.limits().map_err(failed)?;
-        let entries = streams.len() * (2 * channel::SENDS + FRAMES + NEWS);
-        if entries > most {
-            return Err(Error::Configuration(format!(
-                "verbs: {} ranks need a completion queue of {entries} entries, but {} has at most {most}",
-                streams.len(),
-                choice.device
-            )));
-        }
-        let queue = CompletionQueue::new(&channel, entries).map_err(failed)?;
-        let frames = Frames::new(&domain, streams.len() * FRAMES, SEND_BUFFERS)?;
-        let mut channels = Vec::new();
-        for stream in &streams {
-            channels.push(match stream {
-                Some(_) => Some(setup::channels(&domain, &queue, options)?),
-                None => None,
-            });
-        }
+        let mut rails = Rail::open_all(options, streams.len())?;
+        let frames = Frames::new(&rails[0].domain, streams.len() * FRAMES, SEND_BUFFERS)?;
+        let channels = setup::channels(&rails, &streams)?;
         let patience = Patience { deadline: Instant::now() + deadline, keep_going };
-        setup::connect(rank, &streams, &mut channels, &frames, options, &patience)?;
+        setup::connect(rank, &streams, &channels, &rails, &frames, options, &patience)?;
         let poller = Poller::new().map_err(system)?;
-        poller.add(channel.descriptor(), CHANNEL).map_err(system)?;
-        poller.add(context.events(), DEVICE).map_err(system)?;
+        for (index, rail) in rails.iter().enumerate() {
+            poller.add(rail.queue.channel.descriptor(), CHANNEL + index).map_err(system)?;
+            poller.add(rail.context.events(), DEVICE + index).map_err(system)?;
+        }
         let mut peers = Vec::new();
-        let mut numbers = HashMap::new();
         for (peer, (stream, channels)) in streams.into_iter().zip(channels).enumerate() {
             let stream = stream.map(|stream| socket::prepare(stream, true)).transpose().map_err(system)?;
             if let Some(stream) = &stream {
                 poller.add(stream, peer).map_err(system)?;
             }
-            for (lane, channel) in [Lane::Urgent, Lane::Bulk].into_iter().zip(channels.iter().flatten()) {
-                numbers.insert(channel.pair.number(), (peer, lane));
+            for (place, channel) in channels.iter().enumerate() {
+                rails[channel.rail].numbers.insert(channel.pair.number(), (peer, place));
             }
-            peers.push(Peer { state: State::Connected, stream, channels });
+            peers.push(Peer { state: State::Connected, stream, channels, next_rail: 0 });
         }
-        let registry = Registry::new(domain, options.relaxed_ordering);
+        let domains = rails.iter().map(|rail| rail.domain.clone()).collect();
+        let registry = Registry::new(domains, options.relaxed_ordering);
         Ok(Verbs {
             peers,
             frames,
             registry,
-            queue,
-            context,
-            choice,
+            rails,
             chunk_bytes: options.chunk_bytes,
             rank,
-            numbers,
             landings: HashMap::new(),
             next_landing: 0,
             poller,
@@ -197,33 +182,50 @@ impl Verbs {
         })
     }
 
-    fn channel(&mut self, peer: usize, lane: Lane) -> Option<&mut Channel> {
+    /// [`Transport::register`] for memory of another device (a GPU's, say), which that exports as a DMA-buf: `memory` is
+    /// the address range that landing areas and sources will be named by, which begins at `offset` of the DMA-buf.
+    ///
+    /// # Errors
+    /// Also where libibverbs, or the driver of a rail's device, has no such registration.
+    pub fn register_dmabuf(
+        &mut self,
+        descriptor: BorrowedFd<'_>,
+        offset: u64,
+        memory: RawSpan,
+        keeper: Keeper,
+    ) -> Result<()> {
+        let registered = self.registry.register_dmabuf(descriptor, offset, memory, keeper);
+        registered.map_err(|error| Error::system("verbs: registering a DMA-buf", error))
+    }
+
+    fn channel(&mut self, peer: usize, place: usize) -> Option<&mut Channel> {
         let peer = self.peers.get_mut(peer).filter(|peer| peer.state == State::Connected)?;
-        peer.channels.as_mut().map(|channels| &mut channels[lane as usize])
+        peer.channels.get_mut(place)
     }
 
     /// Posts what there is room for. A verb that fails means that the connection is broken.
-    fn pump(&mut self, peer: usize, lane: Lane, events: &mut Vec<Event>) {
-        let Peer { channels: Some(channels), .. } = &mut self.peers[peer] else { return };
-        if let Err(error) = channels[lane as usize].pump(&mut self.frames) {
+    fn pump(&mut self, peer: usize, place: usize, events: &mut Vec<Event>) {
+        let Some(channel) = self.peers[peer].channels.get_mut(place) else { return };
+        if let Err(error) = channel.pump(&mut self.frames) {
             self.lose(peer, error.to_string(), events);
         }
     }
 
-    /// `pump` from calls that report nothing: what happens is told by the next poll.
-    fn pump_later(&mut self, peer: usize, lane: Lane) {
-        let mut events = std::mem::take(&mut self.backlog);
-        self.pump(peer, lane, &mut events);
-        self.backlog = events;
+    /// Queues a request, and posts what there is room for. What comes of it is told by the next poll.
+    fn push(&mut self, peer: usize, place: usize, request: Request) {
+        if let Some(channel) = self.channel(peer, place) {
+            channel.push(request);
+            let mut events = std::mem::take(&mut self.backlog);
+            self.pump(peer, place, &mut events);
+            self.backlog = events;
+        }
     }
 
-    /// Ends the connection with a peer: afterwards the device neither reads nor writes for it.
+    /// Ends the connection with a peer: afterwards the devices neither read nor write for it.
     fn disconnect(&mut self, peer: usize) {
-        if let Some(channels) = self.peers[peer].channels.take() {
-            for channel in channels {
-                self.numbers.remove(&channel.pair.number());
-                channel.abandon(&mut self.frames);
-            }
+        for channel in self.peers[peer].channels.drain(..) {
+            self.rails[channel.rail].numbers.remove(&channel.pair.number());
+            channel.abandon(&mut self.frames);
         }
         self.landings.retain(|_, landing| landing.peer != peer);
         self.peers[peer].stream = None;
@@ -242,7 +244,7 @@ impl Verbs {
         events.push(Event::Departed { peer });
         self.landings.retain(|_, landing| landing.peer != peer);
         // The queue pairs stay until its stream ends: it waits for its goodbye to be acknowledged.
-        for channel in self.peers[peer].channels.iter_mut().flatten() {
+        for channel in &mut self.peers[peer].channels {
             channel.drop_waiting(|_| true);
         }
     }
@@ -264,22 +266,26 @@ impl Transport for Verbs {
         self.registry.register(memory, keeper).map_err(|error| Error::system("verbs: registering memory", error))
     }
 
-    fn expose(&mut self, peer: usize, _lane: Lane, landing: RawSpan) -> Result<LandingKey> {
+    fn expose(&mut self, peer: usize, lane: Lane, landing: RawSpan) -> Result<LandingKey> {
         if peer == self.rank || peer >= self.peers.len() {
             let size = self.peers.len();
             return Err(Error::Invalid(format!("verbs: rank {} of {size} exposes memory to rank {peer}", self.rank)));
         }
-        let Some((_, rkey)) = self.registry.keys(landing) else {
+        let rail = if lane == Lane::Urgent { 0 } else { self.peers[peer].next_rail };
+        let Some((_, rkey)) = self.registry.keys(landing, rail) else {
             return Err(Error::Invalid(format!(
                 "verbs: {} bytes at {:p} are not registered",
                 landing.len, landing.ptr
             )));
         };
-        let mut number = self.next_landing;
-        while self.landings.contains_key(&number) {
-            number = number.wrapping_add(1);
+        if lane == Lane::Bulk {
+            self.peers[peer].next_rail = (rail + 1) % self.rails.len();
         }
-        self.next_landing = number.wrapping_add(1);
+        let mut number = self.next_landing + rail as u32;
+        while self.landings.contains_key(&number) {
+            number = number.wrapping_add(rail::STEP);
+        }
+        self.next_landing = (number - rail as u32).wrapping_add(rail::STEP);
         let key = LandingKey([landing.ptr as u64, u64::from(rkey) << 32 | u64::from(number)]);
         self.landings.insert(number, Landing { peer, memory: Some(landing), key });
         Ok(key)
@@ -295,15 +301,18 @@ impl Transport for Verbs {
 
     fn control(&mut self, peer: usize, frame: &[u8]) {
         assert!(frame.len() <= MAX_CONTROL_BYTES, "a control frame of {} bytes", frame.len());
-        if let Some(channel) = self.channel(peer, Lane::Urgent) {
-            channel.push(Request::Frame(frame.into()));
-            self.pump_later(peer, Lane::Urgent);
-        }
+        self.push(peer, URGENT, Request::Frame(frame.into()));
     }
 
     fn write(&mut self, peer: usize, lane: Lane, key: LandingKey, source: RawSpan, id: WriteId) {
-        let Some((lkey, _)) = self.registry.keys(source) else {
-            let cause = format!("{} bytes at {:p} are not registered any more", source.len, source.ptr);
+        let rail = rail::of(key);
+        let Some((lkey, _)) = self.registry.keys(source, rail) else {
+            let (count, RawSpan { ptr, len }) = (self.rails.len(), source);
+            let cause = if rail < count {
+                format!("{len} bytes at {ptr:p} are not registered any more")
+            } else {
+                format!("protocol error: it wants to be written to on rail {rail} of {count}")
+            };
             let mut events = std::mem::take(&mut self.backlog);
             self.lose(peer, cause, &mut events);
             self.backlog = events;
@@ -311,19 +320,18 @@ impl Transport for Verbs {
         };
         let piece = Sge { addr: source.ptr as u64, length: source.len as u32, lkey };
         let [address, rest] = key.0;
-        if let Some(channel) = self.channel(peer, lane) {
-            channel.push(Request::Write { id, piece, to: (address, (rest >> 32) as u32), immediate: rest as u32 });
-            self.pump_later(peer, lane);
-        }
+        let place = if lane == Lane::Urgent { URGENT } else { BULK + rail };
+        let to = (address, (rest >> 32) as u32);
+        self.push(peer, place, Request::Write { id, piece, to, immediate: rest as u32 });
     }
 
     fn cancel(&mut self, which: &dyn Fn(WriteId) -> bool) {
-        for channel in self.peers.iter_mut().flat_map(|peer| peer.channels.iter_mut().flatten()) {
+        for channel in self.peers.iter_mut().flat_map(|peer| &mut peer.channels) {
             channel.drop_waiting(which);
         }
         let mut events = std::mem::take(&mut self.backlog);
         let end = Instant::now() + GRACE;
-        let reading = |peer: &Peer| peer.channels.iter().flatten().any(|channel| channel.reads(which));
+        let reading = |peer: &Peer| peer.channels.iter().any(|channel| channel.reads(which));
         while self.peers.iter().any(reading) && Instant::now() < end {
             if self.drain(&mut events).is_err() {
                 break; // the next poll tells
@@ -365,19 +373,12 @@ impl Transport for Verbs {
     fn close(&mut self, deadline: Duration) {
         let mut events = Vec::new();
         for peer in 0..self.peers.len() {
-            if self.peers[peer].state == State::Connected {
-                for lane in [Lane::Urgent, Lane::Bulk] {
-                    if let Some(channel) = self.channel(peer, lane) {
-                        channel.push(Request::Goodbye);
-                    }
-                    self.pump(peer, lane, &mut events);
-                }
+            for place in 0..self.peers[peer].channels.len() {
+                self.push(peer, place, Request::Goodbye);
             }
         }
         let end = Instant::now() + deadline;
-        let busy = |peer: &Peer| {
-            peer.state == State::Connected && peer.channels.iter().flatten().any(|channel| !channel.idle())
-        };
+        let busy = |peer: &Peer| peer.state == State::Connected && peer.channels.iter().any(|channel| !channel.idle());
         while self.peers.iter().any(busy) {
             let now = Instant::now();
             if now >= end {
@@ -395,20 +396,5 @@ impl Transport for Verbs {
             self.disconnect(peer);
         }
         self.landings.clear();
-    }
-}
-
-impl Waitable for Verbs {
-    fn signal(&self) -> BorrowedFd<'_> {
-        self.poller.signal()
-    }
-
-    fn before_wait(&mut self) -> Result<Option<Instant>> {
-        self.queue.arm().map_err(|error| Error::system("verbs", error))?;
-        // What came before the queue was armed wakes nobody.
-        let mut events = std::mem::take(&mut self.backlog);
-        let drained = self.drain(&mut events);
-        self.backlog = events;
-        drained.map(|any| (any || !self.backlog.is_empty()).then(Instant::now))
     }
 }

@@ -1,39 +1,44 @@
 //! What has happened: completions, the ends of streams, events of the device.
 
 use super::channel::{Ended, GOODBYE, RECEIVE};
-use super::{BATCH, CHANNEL, DEVICE, Landing, OWED, Peer, SPIN, State, Verbs};
+use super::rail::Rail;
+use super::{BATCH, CHANNEL, DEVICE, Landing, OWED, SPIN, State, URGENT, Verbs};
 use crate::error::{Error, Result};
 use crate::transport::poller::Ready;
-use crate::transport::{Event, Lane};
+use crate::transport::{Event, Waitable};
 use mdas_verbs::choose::Choice;
 use mdas_verbs::{AsyncEvent, Completion, Outcome, explain};
+use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 impl Verbs {
     /// Takes completions in until there are none; returns whether there were any.
     pub(super) fn drain(&mut self, events: &mut Vec<Event>) -> Result<bool> {
         let mut any = false;
-        loop {
-            let mut completions = std::mem::take(&mut self.completions);
-            let polled = self.queue.poll(BATCH, &mut completions);
-            for completion in completions.drain(..) {
-                self.complete(completion, events);
-            }
-            self.completions = completions;
-            let count = polled.map_err(|error| Error::system("verbs", error))?;
-            any |= count > 0;
-            if count < BATCH {
-                return Ok(any);
+        for rail in 0..self.rails.len() {
+            loop {
+                let mut completions = std::mem::take(&mut self.completions);
+                let polled = self.rails[rail].queue.poll(BATCH, &mut completions);
+                for completion in completions.drain(..) {
+                    self.complete(rail, completion, events);
+                }
+                self.completions = completions;
+                let count = polled.map_err(|error| Error::system("verbs", error))?;
+                any |= count > 0;
+                if count < BATCH {
+                    break;
+                }
             }
         }
+        Ok(any)
     }
 
-    fn complete(&mut self, completion: Completion, events: &mut Vec<Event>) {
+    fn complete(&mut self, rail: usize, completion: Completion, events: &mut Vec<Event>) {
         // Of a queue pair that is gone there may be some left.
-        let Some(&(peer, lane)) = self.numbers.get(&completion.queue_pair) else { return };
+        let Some(&(peer, place)) = self.rails[rail].numbers.get(&completion.queue_pair) else { return };
         let frames = &mut self.frames;
-        let Peer { channels: Some(channels), .. } = &mut self.peers[peer] else { return };
-        let channel = &mut channels[lane as usize];
+        let channels = &mut self.peers[peer].channels;
+        let Some(channel) = channels.get_mut(place) else { return };
         match completion.outcome {
             Outcome::Sent => {
                 channel.finish(completion.id, frames, |ended| {
@@ -41,7 +46,7 @@ impl Verbs {
                         events.push(Event::Sent { id });
                     }
                 });
-                self.pump(peer, lane, events);
+                self.pump(peer, place, events);
             }
             Outcome::Received { bytes, immediate } => {
                 let buffer = (completion.id & !RECEIVE) as usize;
@@ -57,9 +62,9 @@ impl Verbs {
                 if channels.iter().all(|channel| channel.goodbye) {
                     return self.depart(peer, events);
                 }
-                self.receive_again(peer, lane, completion.id, events);
-                self.pump(peer, lane, events);
-                let returned = self.channel(peer, lane).map(|channel| channel.return_credit(OWED));
+                self.receive_again(peer, place, completion.id, events);
+                self.pump(peer, place, events);
+                let returned = self.channel(peer, place).map(|channel| channel.return_credit(OWED));
                 if let Some(Err(error)) = returned {
                     self.lose(peer, error.to_string(), events);
                 }
@@ -78,10 +83,10 @@ impl Verbs {
                         return self.lose(peer, cause, events);
                     }
                 }
-                self.receive_again(peer, lane, completion.id, events);
+                self.receive_again(peer, place, completion.id, events);
             }
             Outcome::Failed { status, vendor } => {
-                let Choice { device, port, gid, .. } = &self.choice;
+                let Choice { device, port, gid, .. } = &self.rails[rail].choice;
                 let gid = std::net::Ipv6Addr::from(*gid);
                 let cause = format!(
                     "{} (status {status}, vendor error {vendor:#x}) on {device} port {port}, GID {gid}",
@@ -92,9 +97,9 @@ impl Verbs {
         }
     }
 
-    fn receive_again(&mut self, peer: usize, lane: Lane, id: u64, events: &mut Vec<Event>) {
-        let piece = (lane == Lane::Urgent).then(|| self.frames.piece((id & !RECEIVE) as usize));
-        let Some(channel) = self.channel(peer, lane) else { return };
+    fn receive_again(&mut self, peer: usize, place: usize, id: u64, events: &mut Vec<Event>) {
+        let piece = (place == URGENT).then(|| self.frames.piece((id & !RECEIVE) as usize));
+        let Some(channel) = self.channel(peer, place) else { return };
         // SAFETY: the completion of this receive has been seen, and its message taken out: the buffer is free again.
         if let Err(error) = unsafe { channel.pair.receive(id, piece) } {
             self.lose(peer, error.to_string(), events);
@@ -121,17 +126,17 @@ impl Verbs {
         Ok(())
     }
 
-    fn device_event(&mut self, events: &mut Vec<Event>) -> Result<()> {
-        let name = self.choice.device.clone();
-        while let Some(event) = self.context.next_event().map_err(|error| Error::system("verbs", error))? {
+    fn device_event(&mut self, rail: usize, events: &mut Vec<Event>) -> Result<()> {
+        let Rail { context, choice, .. } = &self.rails[rail];
+        let (context, name) = (context.clone(), choice.device.clone());
+        while let Some(event) = context.next_event().map_err(|error| Error::system("verbs", error))? {
             match event {
                 AsyncEvent::PortDown(port) => log::warn!("verbs: {name} port {port} is down"),
                 AsyncEvent::PortActive(port) => log::info!("verbs: {name} port {port} is active"),
                 AsyncEvent::QueuePair(number) => {
                     self.drain(events)?; // its requests say more
-                    if let Some(&(peer, _)) = self.numbers.get(&number) {
-                        self.lose(peer, format!("the queue pair for it on {} failed", self.choice.device), events);
-                        return self.device_event(events);
+                    if let Some(&(peer, _)) = self.rails[rail].numbers.get(&number) {
+                        self.lose(peer, format!("the queue pair for it on {name} failed"), events);
                     }
                 }
                 AsyncEvent::Device => {
@@ -143,6 +148,13 @@ impl Verbs {
         Ok(())
     }
 
+    /// From now on completions end a wait. Those that came before that do not, and are taken in; were there any?
+    fn arm(&mut self, events: &mut Vec<Event>) -> Result<bool> {
+        let armed = self.rails.iter().try_for_each(|rail| rail.queue.arm());
+        armed.map_err(|error| Error::system("verbs", error))?;
+        self.drain(events)
+    }
+
     /// Waits up to `wait` for completions, streams, or the waker; returns whether the waker was used.
     pub(super) fn turn(&mut self, wait: Duration, events: &mut Vec<Event>) -> Result<bool> {
         let start = Instant::now();
@@ -151,22 +163,34 @@ impl Verbs {
                 return Ok(false);
             }
         }
-        self.queue.arm().map_err(|error| Error::system("verbs", error))?;
-        // What came before the queue was armed wakes nobody.
-        let wait = if self.drain(events)? { Duration::ZERO } else { wait.saturating_sub(start.elapsed()) };
+        let system = |error| Error::system("verbs", error);
+        let wait = if self.arm(events)? { Duration::ZERO } else { wait.saturating_sub(start.elapsed()) };
         let mut ready = Vec::new();
         let woken = self
             .poller
             .wait(wait, |Ready { index, .. }| ready.push(index))
             .map_err(|cause| Error::system("verbs: epoll_wait", cause))?;
         for index in ready {
-            match index {
-                CHANNEL => self.queue.acknowledge().map_err(|error| Error::system("verbs", error))?,
-                DEVICE => self.device_event(events)?,
-                peer => self.listen(peer, events)?,
+            match (index.checked_sub(CHANNEL), index.checked_sub(DEVICE)) {
+                (Some(rail), _) => self.rails[rail].queue.acknowledge().map_err(system)?,
+                (_, Some(rail)) => self.device_event(rail, events)?,
+                _ => self.listen(index, events)?,
             }
         }
         self.drain(events)?;
         Ok(woken)
+    }
+}
+
+impl Waitable for Verbs {
+    fn signal(&self) -> BorrowedFd<'_> {
+        self.poller.signal()
+    }
+
+    fn before_wait(&mut self) -> Result<Option<Instant>> {
+        let mut events = std::mem::take(&mut self.backlog);
+        let any = self.arm(&mut events);
+        self.backlog = events;
+        any.map(|any| (any || !self.backlog.is_empty()).then(Instant::now))
     }
 }

@@ -2,25 +2,26 @@
 
 use super::channel::{Channel, RECEIVE};
 use super::frames::Frames;
+use super::rail::Rail;
 use super::{FRAMES, NEWS, Options};
 use crate::bootstrap::wire::{Patience, Trouble};
 use crate::error::{Error, Result};
 use crate::transport::Lane;
 use mdas_verbs::choose::Choice;
-use mdas_verbs::{Capacity, CompletionQueue, Path, ProtectionDomain, QueuePair, Reliability};
+use mdas_verbs::{Path, Reliability};
 use std::net::{Ipv6Addr, TcpStream};
-use std::sync::Arc;
 
-/// Version of what is sent here.
-const MAGIC: [u8; 8] = *b"mdas ib1";
-const BYTES: usize = 8 + 2 * 8 + 16 + 2 + 4 + 1;
+/// Version of what is sent here; the number of cards comes next.
+const MAGIC: [u8; 8] = *b"mdas ib2";
+const BYTES: usize = 2 * 4 + 16 + 2 + 4 + 1;
 const READY: [u8; 1] = *b"r";
 
-/// What a rank tells a peer of its two queue pairs for that peer.
+/// What a rank tells a peer of a queue pair for that peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Card {
-    /// By lane: number, and first packet number.
-    pairs: [(u32, u32); 2],
+    number: u32,
+    /// Number of the first packet from it.
+    packet: u32,
     gid: [u8; 16],
     lid: u16,
     mtu: u32,
@@ -28,12 +29,17 @@ pub struct Card {
 }
 
 impl Card {
+    /// A new one, with a packet number of its own.
+    fn new(channel: &Channel, rails: &[Rail]) -> Result<Card> {
+        let Choice { gid, lid, mtu, grh_required, .. } = rails[channel.rail].choice;
+        let random = getrandom::u32().map_err(|cause| Error::system("verbs: reading random bytes", cause))?;
+        Ok(Card { number: channel.pair.number(), packet: random & 0xff_ffff, gid, lid, mtu, grh_required })
+    }
+
     fn encode(&self) -> Vec<u8> {
-        let mut bytes = MAGIC.to_vec();
-        for (number, packet) in self.pairs {
-            bytes.extend(number.to_le_bytes());
-            bytes.extend(packet.to_le_bytes());
-        }
+        let mut bytes = Vec::new();
+        bytes.extend(self.number.to_le_bytes());
+        bytes.extend(self.packet.to_le_bytes());
         bytes.extend(self.gid);
         bytes.extend(self.lid.to_le_bytes());
         bytes.extend(self.mtu.to_le_bytes());
@@ -42,49 +48,43 @@ impl Card {
     }
 
     fn decode(bytes: &[u8; BYTES]) -> Option<Card> {
-        let mut rest = bytes.strip_prefix(&MAGIC)?;
+        let mut rest = bytes.as_slice();
         let mut take = |count: usize| {
             let (head, tail) = rest.split_at(count);
             rest = tail;
             head
         };
-        let mut number = || take(4).try_into().map(u32::from_le_bytes).ok();
-        let pairs = [(number()?, number()?), (number()?, number()?)];
+        let number = u32::from_le_bytes(take(4).try_into().ok()?);
+        let packet = u32::from_le_bytes(take(4).try_into().ok()?);
         let gid = take(16).try_into().ok()?;
         let lid = u16::from_le_bytes(take(2).try_into().ok()?);
         let mtu = u32::from_le_bytes(take(4).try_into().ok()?);
         let grh_required = take(1) == [1];
-        (mtu.is_power_of_two() && (256..=4096).contains(&mtu)).then_some(Card { pairs, gid, lid, mtu, grh_required })
+        let sane = mtu.is_power_of_two() && (256..=4096).contains(&mtu);
+        sane.then_some(Card { number, packet, gid, lid, mtu, grh_required })
     }
 }
 
-/// The two channels to a peer, not connected yet.
-pub fn channels(
-    domain: &Arc<ProtectionDomain>,
-    queue: &Arc<CompletionQueue>,
-    options: &Options,
-) -> Result<[Channel; 2]> {
-    let make = |lane: Lane| {
-        let receives = if lane == Lane::Urgent { FRAMES } else { NEWS };
-        let capacity = Capacity { sends: super::channel::SENDS as u32, receives: receives as u32, inline_bytes: 128 };
-        let pair = QueuePair::new(domain, queue, capacity)?;
-        pair.initialize(options.choice.port)?;
-        Ok(Channel::new(pair, if lane == Lane::Urgent { super::CREDIT } else { u32::MAX }))
+/// The channels to every peer, not connected yet: the urgent one, then one per rail.
+pub fn channels(rails: &[Rail], streams: &[Option<TcpStream>]) -> Result<Vec<Vec<Channel>>> {
+    let places = || [(0, Lane::Urgent)].into_iter().chain((0..rails.len()).map(|rail| (rail, Lane::Bulk)));
+    let make = |stream: &Option<TcpStream>| match stream {
+        Some(_) => places().map(|(rail, lane)| rails[rail].channel(rail, lane)).collect(),
+        None => Ok(Vec::new()),
     };
-    let made = || Ok([make(Lane::Urgent)?, make(Lane::Bulk)?]);
-    made().map_err(|error: mdas_verbs::Error| Error::Configuration(format!("verbs: {error}")))
+    streams.iter().map(make).collect()
 }
 
-/// Connects all channels with those of the peers; `buffers[rank]` are the numbers of the buffers for its frames.
+/// Connects all channels with those of the peers.
 pub fn connect(
     rank: usize,
     streams: &[Option<TcpStream>],
-    channels: &mut [Option<[Channel; 2]>],
+    channels: &[Vec<Channel>],
+    rails: &[Rail],
     frames: &Frames,
     options: &Options,
     patience: &Patience<'_>,
 ) -> Result<()> {
-    let choice = &options.choice;
     let failed = |peer: usize, trouble: Trouble| match trouble {
         Trouble::Interrupted => Error::Closed("init was interrupted".into()),
         trouble => {
@@ -92,34 +92,35 @@ pub fn connect(
         }
     };
     let pairs = || streams.iter().enumerate().filter_map(|(peer, stream)| Some((peer, stream.as_ref()?)));
-    let mut packets = vec![[0; 2]; streams.len()];
+    let mut ours = vec![Vec::new(); streams.len()];
     for (peer, stream) in pairs() {
-        let Some(both) = &channels[peer] else { continue };
-        let random = getrandom::u64().map_err(|cause| Error::system("verbs: reading random bytes", cause))?;
-        packets[peer] = [random as u32 & 0xff_ffff, (random >> 32) as u32 & 0xff_ffff];
-        let numbers = [0, 1].map(|lane: usize| (both[lane].pair.number(), packets[peer][lane]));
-        let Choice { gid, lid, mtu, grh_required, .. } = *choice;
-        let card = Card { pairs: numbers, gid, lid, mtu, grh_required };
-        patience.write(stream, &card.encode()).map_err(|trouble| failed(peer, trouble))?;
+        ours[peer] = channels[peer].iter().map(|channel| Card::new(channel, rails)).collect::<Result<_>>()?;
+        let mut bytes = MAGIC.to_vec();
+        bytes.push(ours[peer].len() as u8);
+        bytes.extend(ours[peer].iter().flat_map(Card::encode));
+        patience.write(stream, &bytes).map_err(|trouble| failed(peer, trouble))?;
     }
     for (peer, stream) in pairs() {
-        let mut bytes = [0; BYTES];
-        patience.read(stream, &mut bytes).map_err(|trouble| failed(peer, trouble))?;
-        let card = Card::decode(&bytes).ok_or_else(|| {
+        let strange = || {
             Error::Configuration(format!(
                 "init: rank {peer} does not talk of queue pairs as rank {rank} does: do both run the same version?"
             ))
-        })?;
-        let Some(both) = &mut channels[peer] else { continue };
-        for lane in [Lane::Urgent, Lane::Bulk] {
-            let channel = &mut both[lane as usize];
-            post_receives(channel, lane, peer, frames)
-                .and_then(|()| {
-                    let path = path(choice, options, &card, lane, packets[peer][lane as usize]);
-                    channel.pair.connect(&path, Reliability { timeout: options.timeout, retries: options.retry_count })
-                })
+        };
+        let mut head = [0; MAGIC.len() + 1];
+        patience.read(stream, &mut head).map_err(|trouble| failed(peer, trouble))?;
+        if head[..MAGIC.len()] != MAGIC || usize::from(head[MAGIC.len()]) != channels[peer].len() {
+            return Err(strange());
+        }
+        for (channel, ours) in channels[peer].iter().zip(&ours[peer]) {
+            let mut bytes = [0; BYTES];
+            patience.read(stream, &mut bytes).map_err(|trouble| failed(peer, trouble))?;
+            let theirs = Card::decode(&bytes).ok_or_else(strange)?;
+            let choice = &rails[channel.rail].choice;
+            let reliability = Reliability { timeout: options.timeout, retries: options.retry_count };
+            post_receives(channel, peer, frames)
+                .and_then(|()| channel.pair.connect(&path(choice, options, ours, &theirs), reliability))
                 .map_err(|error| {
-                    let (ours, theirs) = (Ipv6Addr::from(choice.gid), Ipv6Addr::from(card.gid));
+                    let (ours, theirs) = (Ipv6Addr::from(ours.gid), Ipv6Addr::from(theirs.gid));
                     Error::Configuration(format!(
                         "init: rank {rank} (GID {ours}) connects with rank {peer} (GID {theirs}): {error}"
                     ))
@@ -136,9 +137,9 @@ pub fn connect(
 }
 
 /// All receives of a channel: buffers for frames, or none, for the news that something has been written.
-fn post_receives(channel: &Channel, lane: Lane, peer: usize, frames: &Frames) -> mdas_verbs::Result<()> {
-    for index in 0..if lane == Lane::Urgent { FRAMES } else { NEWS } {
-        let buffer = (lane == Lane::Urgent).then_some(peer * FRAMES + index);
+fn post_receives(channel: &Channel, peer: usize, frames: &Frames) -> mdas_verbs::Result<()> {
+    for index in 0..if channel.lane == Lane::Urgent { FRAMES } else { NEWS } {
+        let buffer = (channel.lane == Lane::Urgent).then_some(peer * FRAMES + index);
         let id = RECEIVE | buffer.unwrap_or(0) as u64;
         // SAFETY: the buffer is posted nowhere else, and its block outlives the queue pair.
         unsafe { channel.pair.receive(id, buffer.map(|buffer| frames.piece(buffer)))? };
@@ -146,19 +147,18 @@ fn post_receives(channel: &Channel, lane: Lane, peer: usize, frames: &Frames) ->
     Ok(())
 }
 
-fn path(choice: &Choice, options: &Options, card: &Card, lane: Lane, our_packet: u32) -> Path {
-    let (queue_pair, their_packet) = card.pairs[lane as usize];
-    let theirs = Choice { gid: card.gid, lid: card.lid, grh_required: card.grh_required, ..choice.clone() };
-    let global = mdas_verbs::choose::global_route(choice, &theirs);
+fn path(choice: &Choice, options: &Options, ours: &Card, theirs: &Card) -> Path {
+    let far = Choice { gid: theirs.gid, lid: theirs.lid, grh_required: theirs.grh_required, ..choice.clone() };
+    let global = mdas_verbs::choose::global_route(choice, &far);
     Path {
         port: choice.port,
         gid_index: global.then_some(choice.gid_index as u8),
-        gid: card.gid,
-        lid: card.lid,
-        queue_pair,
-        their_packet,
-        our_packet,
-        mtu: mdas_verbs::choose::path_mtu(choice.mtu, card.mtu),
+        gid: theirs.gid,
+        lid: theirs.lid,
+        queue_pair: theirs.number,
+        their_packet: theirs.packet,
+        our_packet: ours.packet,
+        mtu: mdas_verbs::choose::path_mtu(ours.mtu, theirs.mtu),
         traffic_class: options.traffic_class,
         service_level: options.service_level,
     }
@@ -169,11 +169,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_card_survives_the_way_and_another_version_does_not() {
-        let card = Card { pairs: [(17, 1), (18, 0xff_ffff)], gid: [7; 16], lid: 3, mtu: 4096, grh_required: true };
+    fn a_card_survives_the_way_and_one_without_sense_does_not() {
+        let card = Card { number: 17, packet: 0xff_ffff, gid: [7; 16], lid: 3, mtu: 4096, grh_required: true };
         let bytes: [u8; BYTES] = card.encode().try_into().unwrap();
         assert_eq!(Card::decode(&bytes), Some(card));
-        for (at, value) in [(7, b'2'), (BYTES - 2, 9), (BYTES - 4, 0xff)] {
+        for (at, value) in [(BYTES - 2, 9), (BYTES - 4, 0xff)] {
             let mut bytes = bytes;
             bytes[at] = value;
             assert_eq!(Card::decode(&bytes), None);
