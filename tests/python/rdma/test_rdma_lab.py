@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(2700)
 
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
-SCENARIOS = ["exactness", "mixed", "rails", "device_tests"]
+SCENARIOS = ["exactness", "mixed", "rails", "device_tests", "foreign_peer"]
 SCENARIOS += ["zero_copy", "loss", "killed", "link_down", "port_flaps", "memlock", "doctor", "training"]
 NOTHING = {"completion_queues": 0, "contexts": 0, "memory_regions": 0, "protection_domains": 0, "queue_pairs": 0}
 
@@ -109,6 +109,15 @@ def test_the_transport_by_itself_on_the_device(lab):
         assert result["status"] == 0, result["text"]
         (passed,) = re.findall(r"test result: ok\. (\d+) passed; 0 failed; 0 ignored", result["text"])
         assert int(passed) == 5
+
+
+def test_a_program_over_pyverbs_writes_to_the_transport_and_is_written_to(lab):
+    words = ["/usr/bin/python3", "-c", "import pyverbs.qp"]
+    if subprocess.run(words, capture_output=True, timeout=60, check=False).returncode != 0:
+        pytest.skip("no pyverbs for /usr/bin/python3 (Debian: python3-pyverbs; make setup)")
+    for result in lab("foreign_peer"):
+        assert result["status"] == 0, result["text"]
+        assert "test result: ok. 1 passed" in result["text"]
 
 
 def test_a_registered_bucket_is_never_copied(lab):

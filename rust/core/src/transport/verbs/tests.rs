@@ -212,6 +212,52 @@ fn a_dmabuf_that_cannot_be_registered_is_an_error_that_says_why() {
     nothing_is_left();
 }
 
+/// The other end is in Python, over pyverbs (tests/python/rdma/foreign_peer.py): it writes k mod 251, and is written to.
+#[test]
+#[ignore = "needs an RDMA device and $MDAS_FOREIGN_PEER, a program and its script: tests/rdma runs it in the laboratory"]
+fn a_foreign_program_writes_and_is_written_to() {
+    let words = std::env::var("MDAS_FOREIGN_PEER").unwrap();
+    let mut words = words.split(' ');
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut foreign = std::process::Command::new(words.next().unwrap())
+        .args(words)
+        .arg(listener.local_addr().unwrap().port().to_string())
+        .spawn()
+        .unwrap();
+    let (stream, _) = listener.accept().unwrap();
+    let mut options = options();
+    options.rails.truncate(1);
+    let mut verbs = Verbs::connect(0, vec![None, Some(stream)], &options, LIMIT, &|| true).unwrap();
+
+    let pattern = |modulus: usize| (0..100_000).map(|k| (k % modulus) as u8).collect::<Vec<u8>>();
+    let landing = Memory::registered(100_000, 0, &mut verbs);
+    let key = verbs.expose(1, Lane::Bulk, landing.span).unwrap();
+    verbs.control(1, &key.0.map(u64::to_le_bytes).concat());
+    until(&mut verbs, |events| {
+        events.iter().any(|event| matches!(event, Event::Arrived { peer: 1, key: k } if *k == key))
+    });
+    assert!(landing.bytes() == pattern(251));
+
+    let source = Memory::registered(100_000, 0, &mut verbs);
+    // SAFETY: this memory is the test's own, and nothing is posted on it yet.
+    unsafe { source.span.ptr.copy_from_nonoverlapping(pattern(241).as_ptr(), source.span.len) };
+    let mut grant = None;
+    let mut events = Vec::new();
+    while grant.is_none() {
+        verbs.poll(Duration::from_millis(20), &mut events).unwrap();
+        grant = events.drain(..).find_map(|event| match event {
+            Event::Control { frame, .. } => Some(frame),
+            Event::Lost { cause, .. } => panic!("{cause}"),
+            _ => None,
+        });
+    }
+    let frame = grant.unwrap();
+    let word = |at: usize| u64::from_le_bytes(frame[at..at + 8].try_into().unwrap());
+    verbs.write(1, Lane::Bulk, LandingKey([word(0), word(8)]), source.span, WriteId(3));
+    until(&mut verbs, |events| events.iter().any(|event| matches!(event, Event::Sent { id: WriteId(3) })));
+    assert!(foreign.wait().unwrap().success());
+}
+
 #[test]
 fn without_rails_there_is_no_connection() {
     let none = Options {
