@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: over an exchange in plain torch (sums in rank order), the engine, or torch's Gloo."""
+"""Ranks as threads of one process: over an exchange in plain torch, mdas's own engine, or torch's Gloo."""
 
 from __future__ import annotations
 
