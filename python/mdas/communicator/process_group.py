@@ -14,6 +14,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from mdas.communicator import tags
 from mdas.communicator.protocol import Done, Lane, Op, Work
 from mdas.errors import (
     CollectiveTimeoutError,
@@ -139,7 +140,7 @@ class TorchCommunicator:
         }[op]
         chosen = self._lanes[lane]
         return chosen.launch(
-            f"allreduce ({op})",
+            f"allreduce ({op}{_purpose(tag)})",
             target,
             lambda: dist.all_reduce(target, operation, chosen.group, async_op=True),
             after,
@@ -155,7 +156,9 @@ class TorchCommunicator:
         chosen, tensor = self._lanes[lane], tensor.detach()
         source = dist.get_global_rank(chosen.group, root)
         return chosen.launch(
-            f"broadcast from rank {root}", tensor, lambda: dist.broadcast(tensor, source, chosen.group, async_op=True)
+            f"broadcast from rank {root}{_purpose(tag)}",
+            tensor,
+            lambda: dist.broadcast(tensor, source, chosen.group, async_op=True),
         )
 
     def allgather(self, input: torch.Tensor, output: torch.Tensor, *, lane: Lane = "urgent", tag: int = 0) -> Work:
@@ -173,7 +176,9 @@ class TorchCommunicator:
         chosen, input = self._lanes[lane], input.detach().view(-1)
         # Into a list, since not all backends can gather into one tensor.
         parts = list(output.detach().view(self.size, -1).unbind())
-        return chosen.launch("allgather", input, lambda: dist.all_gather(parts, input, chosen.group, async_op=True))
+        return chosen.launch(
+            f"allgather{_purpose(tag)}", input, lambda: dist.all_gather(parts, input, chosen.group, async_op=True)
+        )
 
     def close(self) -> None:
         """Gives the process groups of the lanes back. All ranks do so once none exchanges any more. May be
@@ -291,6 +296,11 @@ class _TorchWork:
         if self._after is not None:
             self._after()
             self._after = None
+
+
+def _purpose(tag: int) -> str:
+    found = tags.words(tag)
+    return "" if found is None else f", {found}"
 
 
 def _group_like(process_group: dist.ProcessGroup | None, config: str, timeout: float) -> dist.ProcessGroup:

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from mdas.communicator import Communicator
+from mdas.communicator import Communicator, tags
 from mdas.errors import MismatchError
 from mdas.optimizer.buckets import Vector
 from mdas.optimizer.shards import local
 
-TAG = 0xFFFF_0001
 _DIGEST_BYTES = 16
 
 
@@ -64,7 +63,7 @@ class Comparison:
         self._what = what
         own = torch.tensor(list(digest.digest()), dtype=torch.uint8)
         self._everyone = torch.empty(communicator.size * _DIGEST_BYTES, dtype=torch.uint8)
-        self._work = communicator.allgather(own, self._everyone, tag=TAG)
+        self._work = communicator.allgather(own, self._everyone, tag=tags.AGREEMENT)
 
     def require_equal(self) -> None:
         """Waits for those of the others. Raises MismatchError on every rank, naming those that differ from most."""
@@ -108,7 +107,7 @@ def broadcast_tensors(communicator: Communicator, tensors: Iterable[Tensor]) -> 
         if not data.numel():
             continue
         flat = data if data.is_contiguous() else data.contiguous()
-        work = communicator.broadcast(flat.view(-1).view(torch.uint8), 0, tag=TAG)
+        work = communicator.broadcast(flat.view(-1).view(torch.uint8), 0, tag=tags.AGREEMENT)
         under_way.append((data, flat, work))
     for data, flat, work in under_way:
         work.wait()
@@ -124,14 +123,14 @@ def average_tensors(communicator: Communicator, tensors: Sequence[Tensor]) -> No
             alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for group in alike.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        communicator.allreduce(flat, flat, op="average", tag=TAG).wait()
+        communicator.allreduce(flat, flat, op="average", tag=tags.AGREEMENT).wait()
         for tensor, part in zip(group, torch.split(flat, [t.numel() for t in group]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
 
 def _gather(communicator: Communicator, own: Tensor) -> list[Tensor]:
     everyone = torch.empty(communicator.size * own.numel(), dtype=own.dtype)
-    communicator.allgather(own, everyone, tag=TAG).wait()
+    communicator.allgather(own, everyone, tag=tags.AGREEMENT).wait()
     return list(everyone.view(communicator.size, -1))
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mdas.communicator import Communicator, Work
+from mdas.communicator import Communicator, Work, tags
 from mdas.optimizer import kernels
 from mdas.optimizer.buckets import Layout, Vector
 from mdas.optimizer.sketch import Sketcher
@@ -145,4 +145,4 @@ class Corrected:
 
     def _exchange(self, k: int) -> None:
         own, average = self._slots[0].flats[k], self._target.flats[k]
-        self._works.append(self._communicator.allreduce(own, average, op="average", tag=k))
+        self._works.append(self._communicator.allreduce(own, average, op="average", tag=tags.gradient(k)))

@@ -16,7 +16,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from mdas.communicator import Communicator, TorchCommunicator, Work
+from mdas.communicator import Communicator, TorchCommunicator, Work, tags
 from mdas.communicator.choice import choose
 from mdas.errors import InvalidArgumentError
 from mdas.optimizer.agreement import require_agreement
@@ -145,7 +145,7 @@ class DDPState:
         if self._delaying and delay is not None:
             delay.launch(k, own.gradients)
         else:
-            self._works.append(self._communicator.allreduce(own.buffer, own.buffer, op="average", tag=k))
+            self._works.append(self._communicator.allreduce(own.buffer, own.buffer, op="average", tag=tags.gradient(k)))
         if bucket.is_last():
             self._finish()
         return own.future

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mdas.communicator import Communicator
+from mdas.communicator import Communicator, tags
 from mdas.communicator.choice import choose
 from mdas.errors import InvalidArgumentError
 from mdas.optimizer import checkpoint, shards
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mdas.optimizer")
 
 Predict = Literal["sketch", "sketch+blend", "blend", "history", "local", "none"]
-
-LOSS_TAG = 0xFFFF_0002
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -266,7 +264,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with self._finished_round() as round:
                 self._pipeline.average_into_grads(round)
             value = torch.as_tensor(loss).detach().reshape(1).double()
-            self._communicator.allreduce(value, value, op="average", lane="urgent", tag=LOSS_TAG).wait()
+            self._communicator.allreduce(value, value, op="average", lane="urgent", tag=tags.LOSS).wait()
             return value[0].to(torch.as_tensor(loss).dtype)
 
         value = self._inner.step(averaged)  # type: ignore[arg-type]

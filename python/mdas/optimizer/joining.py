@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mdas.communicator import Communicator
+from mdas.communicator import Communicator, tags
 from mdas.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from mdas.optimizer.distributed import DistributedOptimizer
 
-TAG = 0xFFFF_0003
 
 _open: list[weakref.ref[DistributedOptimizer]] = []
 
@@ -71,10 +70,10 @@ def _level(optimizer: DistributedOptimizer) -> None:
     communicator, pipeline = optimizer._communicator, optimizer._pipeline
     own = pipeline.last_active * communicator.size + communicator.rank
     newest = torch.tensor([own], dtype=torch.int64)
-    communicator.allreduce(newest, newest, op="max", lane="urgent", tag=TAG).wait()
+    communicator.allreduce(newest, newest, op="max", lane="urgent", tag=tags.JOINING).wait()
     last, source = divmod(int(newest), communicator.size)
     behind = torch.tensor([pipeline.last_active < last], dtype=torch.uint8)
-    communicator.allreduce(behind, behind, op="max", lane="urgent", tag=TAG).wait()
+    communicator.allreduce(behind, behind, op="max", lane="urgent", tag=tags.JOINING).wait()
     if not int(behind):
         return
     parameters = pipeline.layout.parameters
@@ -97,8 +96,8 @@ def broadcast_state(communicator: Communicator, state: object, source: int) -> d
     if communicator.rank == source:
         torch.save(state, buffer)
     length = torch.tensor([buffer.tell()], dtype=torch.int64)
-    communicator.broadcast(length, source, tag=TAG).wait()
+    communicator.broadcast(length, source, tag=tags.JOINING).wait()
     content = torch.frombuffer(bytearray(buffer.getvalue().ljust(int(length), b"\0")), dtype=torch.uint8)
-    communicator.broadcast(content, source, tag=TAG).wait()
+    communicator.broadcast(content, source, tag=tags.JOINING).wait()
     received: dict[str, Any] = torch.load(io.BytesIO(bytes(content.numpy())), weights_only=True)
     return received

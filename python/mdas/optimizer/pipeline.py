@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mdas.communicator import Communicator, Work
+from mdas.communicator import Communicator, Work, tags
 from mdas.errors import Error, NonFiniteError
 from mdas.optimizer import kernels
 from mdas.optimizer.agreement import require_same_trained
@@ -164,7 +164,9 @@ class Pipeline:
 
     def _exchange(self, round: Round, bucket: int) -> None:
         own, average = round.gradient.flats[bucket], round.average.flats[bucket]
-        round.works.append(self._communicator.allreduce(own, average, op="average", lane="bulk", tag=bucket))
+        round.works.append(
+            self._communicator.allreduce(own, average, op="average", lane="bulk", tag=tags.gradient(bucket))
+        )
 
     def step(self, round: Round, hyper: Hyper, unit: float = 1.0) -> None:
         """Takes a round all of whose buckets are full, of a loss that was multiplied by `unit`."""

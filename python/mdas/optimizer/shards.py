@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdas.communicator import Communicator
+from mdas.communicator import Communicator, tags
 from mdas.errors import InvalidArgumentError
-
-TAG = 0xFFFF_0004
 
 
 def sharded(tensor: Tensor) -> bool:
@@ -95,7 +93,7 @@ def check(named: Iterable[tuple[str, Tensor]], communicator: Communicator, predi
     divided: Any = parameter
     mesh = torch.tensor([int(divided.device_mesh.mesh.min())])
     meshes = torch.empty(communicator.size, dtype=torch.int64)
-    communicator.allgather(mesh, meshes, tag=TAG).wait()
+    communicator.allgather(mesh, meshes, tag=tags.SHARDS).wait()
     if len(set(meshes.tolist())) < communicator.size:
         raise InvalidArgumentError(
             f"parameter {name!r} is divided among the ranks that are to average it: pass the ranks that hold the same "

@@ -21,12 +21,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mdas.communicator import Communicator, Work
+from mdas.communicator import Communicator, Work, tags
 from mdas.communicator.protocol import Lane
 from mdas.optimizer import kernels
 from mdas.optimizer.buckets import Layout, Place, Vector, real
 
-TAG = 0xFFFF_0100
 SEED = 0x6D64_6173  # any, but equal on all ranks
 
 
@@ -70,10 +69,10 @@ class _Matrix:
 class _Part:
     """What one bucket contributes: its matrices, what is sent whole, and the messages of both exchanges."""
 
-    def __init__(self, places: Sequence[Place], communicator: Communicator, rank: int, tag: int) -> None:
+    def __init__(self, places: Sequence[Place], communicator: Communicator, rank: int, bucket: int) -> None:
         self._places = places
         self._communicator = communicator
-        self._tag = tag
+        self._bucket = bucket
         matrices = [p for p in places if _shrinks(p, rank)]
         self._whole = [p for p in places if not _shrinks(p, rank)]
         sizes = [(*_shape(p), min(rank, *_shape(p))) for p in matrices]
@@ -168,16 +167,15 @@ class _Part:
         kernels.orthonormalize([m.basis for m in self.matrices], self._seeds)
 
     def _allreduce(self, own: Tensor, average: Tensor, lane: Lane) -> Work:
-        return self._communicator.allreduce(own, average, op="average", lane=lane, tag=self._tag)
+        tag = tags.sketch(self._bucket, second=lane == "second")
+        return self._communicator.allreduce(own, average, op="average", lane=lane, tag=tag)
 
 
 class Sketcher:
     """Keeps the bases, and makes c = h + Q once per step: `launch` for every bucket, `finish`, and what that gives."""
 
     def __init__(self, layout: Layout, communicator: Communicator, rank: int) -> None:
-        self._parts = [
-            _Part(members, communicator, rank, TAG + bucket) for bucket, members in enumerate(layout.members)
-        ]
+        self._parts = [_Part(members, communicator, rank, bucket) for bucket, members in enumerate(layout.members)]
         self.matrices = [m for part in self._parts for m in part.matrices]
         self._works: list[Work] = []
         self._second: list[Work] = []

@@ -11,9 +11,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from mdas.communicator import Communicator, Work
-
-TAG = 0xFFFF_0000
+from mdas.communicator import Communicator, Work, tags
 
 
 @dataclass(slots=True)
@@ -74,7 +72,7 @@ class TallyExchange:
         values = [getattr(tally, name) for name in _FIELDS]
         values.extend(u + _TRAINED * t for u, t in zip(used, trained, strict=True))
         self._input.copy_(torch.tensor(values, dtype=torch.float64))
-        return self._communicator.allreduce(self._input, self._output, op="sum", lane="urgent", tag=TAG)
+        return self._communicator.allreduce(self._input, self._output, op="sum", lane="urgent", tag=tags.TALLY)
 
     def read(self) -> tuple[Tally, list[bool], bool]:
         """The sum over all ranks, which parameters any rank used, and whether all ranks train the same ones; after the

@@ -128,7 +128,9 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             self.mesh.shutdown(min(self._timeout, _MAX_SHUTDOWN_SECONDS))
 
     def abort(self) -> None:
-        """Leaves at once: what is in flight fails."""
+        """Leaves at once: what is in flight fails. In a group that shares an engine, which stays for the others, it
+        fails after its timeout.
+        """
         if self._owner:
             self.mesh.shutdown(0.0)
 
@@ -275,6 +277,24 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             "first (all_gather), or use a group of the backend gloo for these messages"
         )
 
+    # What there is not; torch's own errors would not say what to do instead.
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Always raises NotImplementedError."""
+        raise _refusal("split_group", "call new_group(ranks, backend='mdas'), which shares the connections as well")
+
+    def _wait_for_pending_works(self) -> None:
+        raise _refusal("list of pending works", "wait for the works that the operations returned")
+
+    def _register_on_completion_hook(self, hook: Any) -> None:
+        raise _refusal("completion hooks", "hang a callback on the work's get_future()")
+
+    def _get_sequence_number_for_group(self) -> int:
+        raise _refusal("sequence numbers", "calls that do not fit raise MismatchError without them")
+
+    supports_abort_hooks = supports_completion_hooks = supports_reconfigure = supports_window = False
+
     # Other versions of torch, and its C++, ask for the same by other names.
     allreduce_coalesced = allreduce
     _allgather_base = all_gather_single
@@ -285,6 +305,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     alltoall_base = all_to_all_single
     recvAnysource = recv_anysource
     monitoredBarrier = monitored_barrier
+
+
+def _refusal(what: str, instead: str) -> NotImplementedError:
+    return NotImplementedError(f"the backend mdas has no {what}: {instead}")
 
 
 def _listed(tensors_: Any) -> Tensors:

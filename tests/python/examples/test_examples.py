@@ -20,6 +20,8 @@ SMALL = {
         6.5,  # 8 without having learned anything
     ),
     "accumulation_amp": (["--steps=20"], r"20 steps of 4 backward passes: loss ([\d.]+)", 0.68),  # 0.693: a coin
+    "accelerate_loop": (["--steps=20"], r"20 steps of 2 backward passes: loss ([\d.]+)", 0.68),
+    "lightning_manual": (["--steps=20"], r"20 steps: loss ([\d.]+)", 0.68),
     "ddp": (["--steps=20"], r"20 steps: loss ([\d.]+)", 0.68),
     "elastic": (["--steps=20"], r"20 steps, loss ([\d.]+), weights", 0.68),
 }

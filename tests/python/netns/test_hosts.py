@@ -48,7 +48,7 @@ print(json.dumps({"total": set(total.tolist()).pop(), "node": mdas.node(), "addr
 """
 
 
-def told(printed: Sequence[str]) -> list[dict[str, Any]]:
+def told(printed: Sequence[str]) -> list[Any]:
     """What each rank found; warnings come before it."""
     return [json.loads(text.splitlines()[-1]) for text in printed]
 
@@ -180,3 +180,43 @@ def test_a_firewall_that_lets_a_range_of_ports_through() -> None:
     assert all(20001 <= port <= 20009 for _, port in inside[0]["addresses"])
     assert all("error" in result for result in outside), outside
     assert any("MDAS_PORT_RANGE" in result["error"] for result in outside), outside
+
+
+# DistributedDataParallel over both backends; tells the weights' bits, and the bytes that left this host meanwhile.
+DDP_SCRIPT = """
+import hashlib, json
+import torch
+import torch.distributed as dist
+from torch import nn
+import mdas.torch_backend
+
+def sent():
+    return int(open("/sys/class/net/eth0/statistics/tx_bytes").read())
+
+told = []
+for backend in ("mdas", "gloo"):
+    dist.init_process_group(backend)
+    torch.manual_seed(7)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before = sent()
+    for step in range(5):
+        generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+        x, y = torch.randn(8, 64, generator=generator), torch.randint(8, (8,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    told.append([hashlib.sha256(weights.numpy().tobytes()).hexdigest(), sent() - before])
+    dist.destroy_process_group()
+print(json.dumps(told))
+"""
+
+
+def test_ddp_over_the_backend_on_two_hosts_equals_gloo() -> None:
+    with netns.Network(2, None) as network:
+        results = told(network.run([sys.executable, "-c", DDP_SCRIPT], timeout=80))
+    gradients = 4 * (64 * 512 + 512 + 512 * 8 + 8)
+    for (bits, sent), (expected, _) in results:
+        assert bits == expected == results[0][0][0]
+        assert sent > 5 * gradients, "the gradients did not cross the link"

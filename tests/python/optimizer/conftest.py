@@ -1,4 +1,5 @@
 import pytest
+import ranks
 import torch
 
 
@@ -9,3 +10,9 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def exchange(request, monkeypatch):
+    """What the test calls ("ours"), or torch.distributed ("torch"). See `training.exchanged`."""
+    monkeypatch.setattr(ranks, "through_torch", getattr(request, "param", "ours") == "torch")

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, over an exchange in plain torch: sums in rank order."""
+"""Ranks as threads of one process: over an exchange in plain torch, mdas's own engine, or torch's Gloo."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed import multi_threaded_pg as worlds_of_threads
 
 from mdas import _core
-from mdas.communicator import CoreCommunicator
+from mdas.communicator import CoreCommunicator, TorchCommunicator
 from mdas.errors import PeerLostError
 
 T = TypeVar("T")
 DEADLINE = 60.0
+through_torch = False
+"""Do ranks exchange through torch's Gloo, whatever the test calls? Set by the fixture `exchange`."""
 _REDUCE = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}
 
 
@@ -126,12 +132,16 @@ class FakeCommunicator:
 
 def on_ranks(size: int, body: Callable[[FakeCommunicator], T], network: FakeNetwork | None = None) -> list[T]:
     """Runs body(communicator) on `size` threads; results in rank order. The first error is raised."""
+    if through_torch and network is None:
+        return on_torch_ranks(size, body)
     network = network or FakeNetwork(size)
     return _run(network.communicators(), body, network.fail)
 
 
 def on_core_ranks(size: int, body: Callable[[CoreCommunicator], T]) -> list[T]:
     """The same over mdas's own engine and its loopback transport."""
+    if through_torch:
+        return on_torch_ranks(size, body)
     engines = _core.loopback(size, _core.EngineSettings(timeout=DEADLINE))
     try:
         communicators = [CoreCommunicator(engine, 0, engine.rank, size) for engine in engines]
@@ -140,6 +150,29 @@ def on_core_ranks(size: int, body: Callable[[CoreCommunicator], T]) -> list[T]:
     finally:
         for engine in engines:
             engine.shutdown(5.0)
+
+
+def on_torch_ranks(size: int, body: Callable[[TorchCommunicator], T]) -> list[T]:
+    """The same over process groups of torch's Gloo; every thread has a `torch.distributed` of its own."""
+    store, limit = dist.HashStore(), timedelta(seconds=DEADLINE)
+
+    def join(place: Any) -> T:
+        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=size, timeout=limit)
+        try:
+            result = body(TorchCommunicator(timeout=DEADLINE))
+            dist.barrier()  # whoever leaves first would break off what others are still exchanging
+            return result
+        finally:
+            # Of a rank that fails, too: the others are told so instead of waiting for it.
+            dist.destroy_process_group()
+
+    worlds_of_threads._install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        return _run([SimpleNamespace(rank=rank) for rank in range(size)], join, lambda rank: None)
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        worlds_of_threads._uninstall_threaded_pg()
 
 
 def _run(communicators: list[Any], body: Callable[[Any], T], fail: Callable[[int], None]) -> list[T]:

@@ -9,7 +9,7 @@ import torch
 from ranks import DEADLINE, FakeNetwork, on_core_ranks, on_ranks
 
 from mdas.errors import MismatchError, PeerLostError
-from training import base, batch, flat, loss, mlp, train, wrapped
+from training import base, batch, both_exchanges, flat, loss, mlp, train, wrapped
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -224,6 +224,7 @@ def test_an_evaluation_without_base_weights_fails_with_their_error_only(monkeypa
         on_ranks(2, body)
 
 
+@both_exchanges
 @pytest.mark.parametrize("options", [{"schedule": "sync"}, {"predict": "blend"}])
 def test_a_rank_whose_weights_have_parted_is_named(options):
     def body(communicator):
@@ -240,6 +241,7 @@ def test_a_rank_whose_weights_have_parted_is_named(options):
     on_ranks(3, body)
 
 
+@both_exchanges
 @pytest.mark.parametrize("options", [{"schedule": "sync"}, {"predict": "sketch"}])
 def test_parted_weights_are_noticed_by_themselves(options):
     """Every third step; told with the next one, on all ranks."""

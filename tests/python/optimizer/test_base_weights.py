@@ -9,7 +9,7 @@ import torch
 from ranks import on_core_ranks, on_ranks
 from torch import nn
 
-from training import base, batch, built, flat, loss, mlp, sgd, train, wrapped
+from training import base, batch, both_exchanges, built, exchanged, flat, loss, mlp, sgd, train, wrapped
 
 PREDICTIONS = ["none", "history", "local", "blend", "sketch", "sketch+blend"]
 
@@ -53,7 +53,7 @@ def test_evaluation_on_one_rank_changes_nothing(predict, fused):
     undisturbed(evaluate, predict=predict, fused=fused)
 
 
-@pytest.mark.parametrize("predict", PREDICTIONS)
+@exchanged("predict", PREDICTIONS, ["sketch"])
 def test_they_are_what_the_next_step_makes_real(predict):
     """And the same on all ranks."""
 
@@ -77,6 +77,7 @@ def test_they_are_what_the_next_step_makes_real(predict):
         assert torch.equal(a, b)
 
 
+@both_exchanges
 def test_evaluation_and_state_dict_see_them():
     def body(communicator):
         model = mlp()
@@ -232,6 +233,7 @@ def test_copies_and_pickles_of_the_module_are_their_own():
     on_ranks(2, body)
 
 
+@both_exchanges
 def test_averaging_of_weights_over_time():
     """Torch's own EMA and SWA of the base weights."""
 

@@ -9,7 +9,7 @@ import torch
 from ranks import on_core_ranks, on_ranks
 
 from mdas.errors import InvalidArgumentError
-from training import base, flat, mlp, sgd, train, wrapped
+from training import base, both_exchanges, exchanged, flat, mlp, sgd, train, wrapped
 
 SHARED = ["none", "history", "sketch"]
 OWN = ["local", "blend", "sketch+blend"]
@@ -56,7 +56,7 @@ def session(communicator, steps, resume=None, make=sgd, order="module first", **
 @pytest.mark.parametrize("order", ["module first", "optimizer first"])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("predict", SHARED + OWN)
+@exchanged("predict", SHARED + OWN, ["sketch"])
 def test_resumes_bit_for_bit(predict, fused, make, order):
     options = {"predict": predict, "fused": fused, "warmup_steps": 3, "make": make}
     whole = on_ranks(2, lambda c: session(c, range(12), **options))
@@ -162,6 +162,7 @@ def test_a_skipped_average_in_flight():
     assert torch.equal(whole[0][1], resumed[1][1])
 
 
+@both_exchanges
 def test_a_plain_torch_state_starts_the_delay_anew(caplog):
     model = mlp()
     plain = sgd(model)

@@ -1,5 +1,7 @@
 """Collectives of the user's own while buckets are leaving."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from ranks import DEADLINE
@@ -24,10 +26,12 @@ class Branch(nn.Module):
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("predict", ["none", "sketch"])
-def test_between_backward_and_step(predict):
+def test_between_backward_and_step(predict, monkeypatch):
     """A rank that does not use a layer launches its bucket at `step()`, after the user's allreduce; the
     others before it.
     """
+    # Ranks are threads, and share the process's session.
+    monkeypatch.setattr("mdas.session.current", lambda: SimpleNamespace(summation="mdas"))
     engines = _core.loopback(2, _core.EngineSettings(timeout=DEADLINE))
 
     def body(user):

@@ -11,29 +11,48 @@ from reference import simulate
 from torch import nn
 
 from mdas.errors import InvalidArgumentError, NonFiniteError
-from training import base, built, flat, loss, mlp, sgd, train, wrapped
+from training import base, built, exchanged, flat, loss, mlp, sgd, train, wrapped
 
 MODES = {
     "sync": {"schedule": "sync"},
     "none": {"predict": "none", "warmup_steps": 2},
     "history": {"predict": "history", "warmup_steps": 2},
     "local": {"predict": "local", "warmup_steps": 2},
+    # Of full rank: it predicts what is to come, and the delay changes nothing but roundings.
+    "sketch": {"predict": "sketch", "sketch_rank": 24, "warmup_steps": 2},
 }
-pytestmark = pytest.mark.parametrize("mode", MODES)
+pytestmark = exchanged("mode", [mode for mode in MODES if mode != "sketch"], ["sketch"])
 
 
-def check(mode, *, ranks=2, steps=10, build=mlp, make=sgd, loss=loss, make_scheduler=None, max_norm=None, body=train):
-    """Product and simulation, bit for bit. Returns both outcomes."""
-    expected = simulate(
-        build,
-        make,
-        loss,
-        ranks=ranks,
-        steps=steps,
-        predict=mode,
-        warmup=2,
-        max_norm=max_norm,
-        make_scheduler=make_scheduler,
+def expectation(mode, *arguments, **options):
+    """What one process comes to that sees all ranks' batches."""
+    return simulate(*arguments, predict="sync" if mode == "sketch" else mode, warmup=2, **options)
+
+
+def agrees(mode, ours, theirs, within=1e-4):
+    """Bit for bit; to rounding, or as near as is said, where a sketch is in between."""
+    if mode == "sketch":
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=within)
+    else:
+        assert torch.equal(ours, theirs)
+
+
+def check(
+    mode,
+    *,
+    ranks=2,
+    steps=10,
+    build=mlp,
+    make=sgd,
+    loss=loss,
+    make_scheduler=None,
+    max_norm=None,
+    body=train,
+    within=1e-4,
+):
+    """Product and simulation. Returns both outcomes."""
+    expected = expectation(
+        mode, build, make, loss, ranks=ranks, steps=steps, max_norm=max_norm, make_scheduler=make_scheduler
     )
 
     def rank(communicator):
@@ -45,8 +64,8 @@ def check(mode, *, ranks=2, steps=10, build=mlp, make=sgd, loss=loss, make_sched
 
     out = on_ranks(ranks, rank)
     for i, (b, w, _, _) in enumerate(out):
-        assert torch.equal(b, expected.base)
-        assert torch.equal(w, expected.forward[i])
+        agrees(mode, b, expected.base, within)
+        agrees(mode, w, expected.forward[i], within)
     return out, expected
 
 
@@ -129,7 +148,7 @@ def test_batch_norm_statistics_are_each_ranks_own(mode):
     out, expected = check(mode, build=build)
     for (_, _, model, _), reference in zip(out, expected.models, strict=True):
         for ours, theirs in zip(model.buffers(), reference.buffers(), strict=True):
-            assert torch.equal(ours, theirs)
+            agrees(mode, ours, theirs)
     assert not torch.equal(out[0][2][1].running_mean, out[1][2][1].running_mean)
 
 
@@ -219,8 +238,8 @@ def test_gradients_without_a_backward_pass(mode):
 def test_max_norm(mode, fused):
     """Of the average and of its prediction; torch computes norms in another order."""
     steps, norm = 10, 0.05
-    expected = simulate(mlp, sgd, loss, ranks=2, steps=steps, predict=mode, warmup=2, max_norm=norm)
-    unclipped = simulate(mlp, sgd, loss, ranks=2, steps=steps, predict=mode, warmup=2)
+    expected = expectation(mode, mlp, sgd, loss, ranks=2, steps=steps, max_norm=norm)
+    unclipped = expectation(mode, mlp, sgd, loss, ranks=2, steps=steps)
 
     def body(communicator):
         model = mlp()
@@ -250,7 +269,7 @@ def test_clip_grad_norm(mode, fused):
             optimizer.step()
         return base(model, optimizer), norms
 
-    expected = simulate(mlp, sgd, loss, ranks=2, steps=8, predict=mode, warmup=2, max_norm=0.1).averages
+    expected = expectation(mode, mlp, sgd, loss, ranks=2, steps=8, max_norm=0.1).averages
     called, given = (on_ranks(2, lambda c, by_call=by_call: body(c, by_call)) for by_call in (True, False))
     for (weights, norms), (same, _) in zip(called, given, strict=True):
         assert torch.equal(weights, same)
@@ -314,7 +333,7 @@ def test_accumulation_under_no_sync(mode):
             loss(model, 2 * step + 1, rank).backward()
             optimizer.step()
 
-    expected = simulate(mlp, sgd, twice, ranks=2, steps=6, predict=mode, warmup=2)
+    expected = expectation(mode, mlp, sgd, twice, ranks=2, steps=6)
 
     def rank(communicator):
         model = mlp()
@@ -377,12 +396,12 @@ def test_averaged_grad(mode):
         )
         return seen
 
-    expected = simulate(mlp, sgd, loss, ranks=2, steps=6, predict=mode, warmup=2).averages
+    expected = expectation(mode, mlp, sgd, loss, ranks=2, steps=6).averages
     weight = [name for name, _ in mlp().named_parameters()].index("2.weight")
     for seen in on_ranks(2, body):
         for step in range(6):
             applied = step if mode == "sync" or step < 2 else step - 1
-            assert torch.equal(seen[step], expected[applied][weight])
+            agrees(mode, seen[step], expected[applied][weight])
 
 
 def test_a_nan_on_one_rank_is_skipped_by_all(mode):
@@ -392,7 +411,8 @@ def test_a_nan_on_one_rank_is_skipped_by_all(mode):
         value = loss(model, step, rank)
         return value * math.nan if (step, rank) == (4, 1) else value
 
-    out, _ = check(mode, ranks=3, steps=12, loss=with_nan)
+    # A sketch of a NaN predicts nothing, so that step 5 is taken from elsewhere.
+    out, _ = check(mode, ranks=3, steps=12, loss=with_nan, within=1e-2)
     for _, w, _, optimizer in out:
         assert torch.isfinite(w).all()
         assert optimizer.skipped_steps == 1
@@ -457,6 +477,9 @@ def test_buckets_go_out_in_one_order_whatever_backward_does(mode):
 
     network = FakeNetwork(2)
 
+    def lane(line):
+        return line.split()[0]
+
     def body(communicator):
         model = built(Order)
         model.forwards = communicator.rank == 0
@@ -466,7 +489,8 @@ def test_buckets_go_out_in_one_order_whatever_backward_does(mode):
 
     out = on_ranks(2, body, network)
     assert torch.equal(out[0], out[1])
-    assert network.log[0] == network.log[1]
+    # Per lane, which is what ranks have to agree on.
+    assert sorted(network.log[0], key=lane) == sorted(network.log[1], key=lane)
     assert sum("allreduce average" in line and "bulk" in line for line in network.log[0]) >= 4 * 4
 
 
@@ -499,11 +523,11 @@ def test_observe_and_tally(mode):
         assert tally.square > 0
         assert tally.average_square > 0
         assert tally.nonfinite == 0
-        assert tally.bulk > 0
+        assert (tally.bulk > 0) == (mode != "sketch")  # torch does not tell how long its operations took
 
 
 def test_close_leaves_the_base_weights(mode):
-    expected = simulate(mlp, sgd, loss, ranks=2, steps=6, predict=mode, warmup=2)
+    expected = expectation(mode, mlp, sgd, loss, ranks=2, steps=6)
 
     def body(communicator):
         model = mlp()
@@ -512,7 +536,7 @@ def test_close_leaves_the_base_weights(mode):
         train(optimizer, model, range(6), communicator.rank)
         optimizer.close()
         optimizer.close()
-        assert torch.equal(flat(model), expected.base)
+        agrees(mode, flat(model), expected.base)
         with pytest.raises(RuntimeError, match="is closed"):
             optimizer.step()
         loss(model, 6, 0).backward()  # no hook is left

@@ -6,7 +6,7 @@ from ranks import on_core_ranks, on_ranks
 
 import mdas
 from mdas.errors import InvalidArgumentError
-from training import base, loss, mlp, sgd, train, wrapped
+from training import base, both_exchanges, exchanged, loss, mlp, sgd, train, wrapped
 
 BATCHES = (3, 9, 6)
 """Of each rank."""
@@ -42,6 +42,7 @@ def joined(make, epochs=1, **options):
     return on_core_ranks(len(BATCHES), body)
 
 
+@both_exchanges
 @pytest.mark.parametrize("make", [sgd, adam])
 def test_averages_are_over_the_ranks_that_have_data(make):
     for weights, _, _ in joined(make, schedule="sync"):
@@ -50,7 +51,7 @@ def test_averages_are_over_the_ranks_that_have_data(make):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("predict", ["none", "blend", "sketch", "sketch+blend"])
+@exchanged("predict", ["none", "blend", "sketch", "sketch+blend"], ["sketch"])
 def test_delayed_ranks_end_together(predict, fused):
     """With the same bits everywhere, twice in a row, and where training would have come to on its own."""
     out = joined(sgd, epochs=2, predict=predict, fused=fused, sketch_rank=2, warmup_steps=2)
@@ -62,6 +63,7 @@ def test_delayed_ranks_end_together(predict, fused):
         assert all(torch.equal(a, b) for a, b in zip(momentum, others, strict=True))
 
 
+@both_exchanges
 def test_a_sketch_of_full_rank_predicts_the_average_of_those_with_data():
     """Then the delay changes nothing, to rounding."""
     out = joined(sgd, predict="sketch", sketch_rank=24)

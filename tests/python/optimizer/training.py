@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from mdas.optimizer import DistributedOptimizer
 
 _building = threading.Lock()
+
+both_exchanges = pytest.mark.parametrize("exchange", ["ours", "torch"], indirect=True)
+"""Runs a test over what it calls and over torch.distributed's Gloo."""
+
+
+def exchanged(argument: str, ours: Iterable[str], over_torch: Iterable[str]) -> pytest.MarkDecorator:
+    """Values of an argument: some over what the test calls, some over torch.distributed's Gloo."""
+    cases = [pytest.param(value, "ours", id=value) for value in ours]
+    cases += [pytest.param(value, "torch", id=f"{value} over torch") for value in over_torch]
+    return pytest.mark.parametrize((argument, "exchange"), cases, indirect=["exchange"])
 
 
 def built(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:

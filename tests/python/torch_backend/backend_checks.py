@@ -193,12 +193,31 @@ def all_gather_into_tensor(group: Any) -> list[torch.Tensor]:
     return [flat]
 
 
+@row("all_gather_single, reduce_scatter_single")
+def newer_names(group: Any) -> list[torch.Tensor]:
+    rank, size = me(group)
+    whole, part = torch.empty(2 * size, 3), torch.empty(2, 3)
+    dist.all_gather_single(whole, data(rank, 2, 3), group)
+    dist.reduce_scatter_single(part, data(rank, 2 * size, 3), group=group)
+    assert torch.equal(whole, torch.cat([data(other, 2, 3) for other in range(size)]))
+    return [whole, part]
+
+
 @row("gather")
 def gather(group: Any) -> list[torch.Tensor]:
     rank, size = me(group)
     results = [torch.empty(2, 3) for _ in range(size)] if rank == size - 1 else None
     dist.gather(data(rank, 2, 3), results, size - 1, group)
     return results or []
+
+
+@row("gather_single", only_here=True)
+def gather_single(group: Any) -> list[torch.Tensor]:
+    rank, size = me(group)
+    result = torch.empty(2 * size, 3) if rank == size - 1 else None
+    dist.gather_single(data(rank, 2, 3), result, size - 1, group)
+    assert result is None or torch.equal(result, torch.cat([data(other, 2, 3) for other in range(size)]))
+    return [] if result is None else [result]
 
 
 @row("scatter")
@@ -351,6 +370,64 @@ def coalesced(group: Any) -> list[torch.Tensor]:
     manager.wait()
     assert all(torch.equal(tensor, data(0, 3)) for tensor in late)
     return [*tensors, *whole, *parts]
+
+
+@row("all_reduce_coalesced, all_gather_coalesced")
+def by_lists(group: Any) -> list[torch.Tensor]:
+    rank, size = me(group)
+    summed = [data(rank + n, 4, 5) for n in range(2)]
+    dist.all_reduce_coalesced(summed, group=group)
+    assert torch.equal(summed[0], stacked(group).sum(0))
+    gathered = [[torch.empty(2), torch.empty(3)] for _ in range(size)]
+    dist.all_gather_coalesced(gathered, [data(rank, 2), data(rank, 3)], group)
+    late = [[torch.empty(2), torch.empty(3)] for _ in range(size)]
+    future = dist.all_gather_coalesced(late, [data(rank, 2), data(rank, 3)], group, async_op=True)
+    future.wait()
+    assert torch.equal(late[size - 1][1], data(size - 1, 3))
+    return [*summed, *(tensor for row in gathered for tensor in row)]
+
+
+@row("functional collectives, coalesced")
+def functional_lists(group: Any) -> list[torch.Tensor]:
+    from torch.distributed import _functional_collectives as functions
+
+    rank, size = me(group)
+    summed = functions.all_reduce_coalesced([data(rank, 4, 5), data(rank, 2)], "sum", group)
+    gathered = functions.all_gather_into_tensor_coalesced([data(rank, 2), data(rank, 3)], group)
+    parts = functions.reduce_scatter_tensor_coalesced([data(rank, 2 * size), data(rank, size)], "sum", [0, 0], group)
+    results = [tensor + 0 for tensor in (*summed, *gathered, *parts)]
+    assert torch.equal(results[0], stacked(group).sum(0))
+    return results
+
+
+@refused("split_group", NotImplementedError, "new_group")
+def split(group: Any) -> list[torch.Tensor]:
+    dist.split_group(group, [list(range(dist.get_world_size(group)))])
+    return []
+
+
+@refused("shrink_group", TypeError, "does not support shrinking")
+def shrink(group: Any) -> list[torch.Tensor]:
+    dist.shrink_group([dist.get_world_size(group) - 1], group)
+    return []
+
+
+@refused("completion hooks", NotImplementedError, "get_future")
+def hooks(group: Any) -> list[torch.Tensor]:
+    group._register_on_completion_hook(lambda work: None)
+    return []
+
+
+@refused("pending works of a group", NotImplementedError, "wait for the works")
+def pending(group: Any) -> list[torch.Tensor]:
+    group._wait_for_pending_works()
+    return []
+
+
+@refused("sequence numbers of a group", NotImplementedError, "MismatchError")
+def sequence(group: Any) -> list[torch.Tensor]:
+    group._get_sequence_number_for_group()
+    return []
 
 
 @row("object collectives")

@@ -80,6 +80,41 @@ def lost() -> Any:
     return error_of(total)
 
 
+def aborting(port: int) -> dict[str, Any]:
+    """Rank 0 waits for what rank 1 never starts, aborts, and both make a new process group."""
+    import mdas.torch_backend  # noqa: F401
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=60))
+    seen: dict[str, Any] = {}
+    long = timedelta(seconds=600)
+    dist.init_process_group("mdas", store=dist.PrefixStore("one", store), rank=rank, world_size=size, timeout=long)
+    part = dist.new_group()
+    if rank == 0:
+        tensor = torch.ones(3)
+        works = [dist.all_reduce(tensor.clone(), group=group, async_op=True) for group in (None, part)]
+        dist.distributed_c10d._abort_process_group()
+        seen["in flight"] = [error_of(work.wait)[0] for work in works]
+        seen["initialized"] = dist.is_initialized()
+        store.set("aborted", "1")
+    else:
+        store.wait(["aborted"], timedelta(seconds=60))
+        # What rank 0 had sent of the first one is here already, so that it may even succeed.
+        seen["other"] = error_of(lambda: (total(), total()))
+        dist.distributed_c10d._abort_process_group()
+    dist.init_process_group("mdas", store=dist.PrefixStore("two", store), rank=rank, world_size=size, timeout=long)
+    seen["again"] = total()
+    # A group that shares the connections is only forgotten.
+    short = dist.new_group(timeout=timedelta(seconds=2))
+    work = dist.all_reduce(torch.ones(3), group=short, async_op=True) if rank == 0 else None
+    dist.distributed_c10d._abort_process_group(short)
+    if work is not None:
+        seen["shared"] = error_of(work.wait)[0]
+    seen["world"] = total()
+    dist.destroy_process_group()
+    return seen
+
+
 def joining(path: str, port: int) -> dict[str, Any]:
     """Beside `mdas.init()`, through a file, again, and with a default group of another backend."""
     import mdas

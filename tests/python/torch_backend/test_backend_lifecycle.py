@@ -59,6 +59,19 @@ def test_a_lost_rank_is_named() -> None:
     assert name == "PeerLostError" and "rank 1" in text
 
 
+def test_an_abort_ends_what_is_in_flight_and_a_new_group_can_be_made() -> None:
+    first, second = [result.value for result in run(2, backend_lifecycle.aborting, free_port(), timeout=100)]
+    assert second.pop("other")[0] == "PeerLostError"
+    assert first == {
+        "in flight": ["ClosedError", "ClosedError"],
+        "initialized": False,
+        "again": 3.0,
+        "shared": "CollectiveTimeoutError",
+        "world": 3.0,
+    }
+    assert second == {"again": 3.0, "world": 3.0}
+
+
 def test_any_store_and_mdas_init_beside(tmp_path: Path) -> None:
     for result in run(2, backend_lifecycle.joining, str(tmp_path / "meet"), free_port(), timeout=150):
         options = result.value.pop("options")
