@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -158,7 +159,7 @@ def killed() -> str:
     model, _ = hooked()
     for step in range(1000):
         if step == WARMUP + 2 and rank == 1:
-            return "left"
+            os._exit(0)  # at a regular exit Gloo's threads may abort the process
         try:
             loss(model, step, rank).backward()
         except RuntimeError as error:
