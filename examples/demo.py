@@ -37,6 +37,8 @@ from mdas.session import current  # noqa: E402
 CURVE_POINTS = 16
 """Evaluations per training, on part of the test set and off the clock."""
 TIMELINE_STEPS = 4
+WARMUP = 110
+"""Steps that are not part of the steady state: the 100 synchronous ones, and some to get into stride."""
 EXCHANGE_SHARE = 0.8
 """Of a step: enough to hurt where it is not hidden, little enough to hide."""
 
@@ -71,7 +73,7 @@ class Watch:
     def __init__(self, options: argparse.Namespace, test: Split, steps: int, recorder: Recorder) -> None:
         self._options, self._steps, self._recorder = options, steps, recorder
         self._probe = Split(test.images[:2000], test.labels[:2000])
-        self._warmup = min(110, steps // 2)
+        self._warmup = min(WARMUP, steps // 2)
         self._between = max(1, steps // CURVE_POINTS)
         self._begin = self._mark = time.monotonic_ns()
         self._paused = self._paused_at_warmup = 0
@@ -105,9 +107,7 @@ class Watch:
         """What one rank has seen."""
         seconds = (self.step_ends[-1] - self._steady_from - self._paused + self._paused_at_warmup) / 1e9
         steps = self._steps - self._warmup
-        # Halfway between the last two evaluations, whose pauses belong to no step.
-        middle = self._steps - self._steps % self._between - self._between // 2
-        first, last = self.step_ends[middle - TIMELINE_STEPS // 2 - 1], self.step_ends[middle + TIMELINE_STEPS // 2 - 1]
+        first, last = self._typical()
         return {
             "source": source,
             "images_per_second": steps * self._options.batch * mdas.size() / seconds,
@@ -125,6 +125,17 @@ class Watch:
                 ],
             },
         }
+
+    def _typical(self) -> tuple[int, int]:
+        """When a few steps began and ended that took neither longer nor shorter than most."""
+        paused = {step for step in range(1, self._steps + 1) if step % self._between == 0 or step == self._steps}
+        windows = [
+            (self.step_ends[step + TIMELINE_STEPS - 1] - self.step_ends[step - 1], step)
+            for step in range(self._warmup, self._steps - TIMELINE_STEPS)
+            if paused.isdisjoint(range(step + 1, step + TIMELINE_STEPS + 1))
+        ]
+        _, step = sorted(windows)[len(windows) // 2] if windows else (0, self._steps - TIMELINE_STEPS)
+        return self.step_ends[step - 1], self.step_ends[step + TIMELINE_STEPS - 1]
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -153,7 +164,7 @@ def run(options: argparse.Namespace, mode: Mode) -> dict[str, object]:
     """
     report = options.out / f"{mode.name.replace(' ', '-').replace(',', '')}.json"
     command = [sys.executable, __file__, "--worker", "--report", str(report), "--data", str(options.data)]
-    for name in ("epochs", "batch", "lr", "momentum", "seed"):
+    for name in ("epochs", "batch", "lr", "momentum", "seed", "warmup"):
         command += [f"--{name}", str(getattr(options, name))]
     command += ["--schedule", mode.schedule, "--predict", mode.predict, *(["--digits"] if options.digits else [])]
     start = time.monotonic()
@@ -266,7 +277,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     picture = options.out / "demo.png"
     draw(compared, options, picture)
     setup = f"{options.epochs} epochs, {options.batch} pictures per process and step, links of {options.rate}"
-    text = f"{table(compared)}\n\n{compared[0][1]['source']}; {setup}\n"
+    steady = f"images/s without the first {WARMUP} steps, which are synchronous in every row"
+    text = f"{table(compared)}\n\n{compared[0][1]['source']}; {setup}; {steady}\n"
     (options.out / "table.md").write_text(text)
     print(f"\n{text}")
     print(f"\naccuracy curves and timeline: {picture} ({time.monotonic() - start:.0f} s in all)")

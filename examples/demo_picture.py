@@ -25,7 +25,9 @@ def draw(compared: Sequence[tuple[Any, dict[str, Any]]], options: argparse.Names
         accuracy = [100 * point[2] for point in report["curve"]]
         curves.plot(seconds, accuracy, color=colour, label=mode.name, linewidth=1.8)
     title = f"{options.epochs} epoch{'s' if options.epochs > 1 else ''}, links of {options.rate}"
-    curves.set(xlabel="seconds of training", ylabel="test accuracy, %", title=title)
+    curves.set(
+        xlabel="seconds of training, from its first step on", ylabel="accuracy on 2000 test pictures, %", title=title
+    )
     curves.legend(fontsize=8, loc="center right")
     curves.grid(alpha=0.3)
     _timeline(timeline, [(mode, report) for mode, report in compared if mode.ranks > 1])
@@ -45,7 +47,7 @@ def _timeline(axes: Any, compared: Sequence[tuple[Any, dict[str, Any]]]) -> None
         axes.vlines(steps, top - 1, top + 1, color="black", linewidth=0.8)
         labels.append((top, mode.name))
     axes.set_yticks([top for top, _ in labels], [name for _, name in labels], fontsize=8)
-    axes.set(xlabel="milliseconds", title="a few steps of one process")
+    axes.set(xlabel="milliseconds", title="a few steps of one process, of typical length")
     axes.legend(
         handles=[
             Patch(color=COMPUTE, label="computes"),

@@ -78,3 +78,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(mdas.optimizer, name)
     raise AttributeError(f"module 'mdas' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -27,7 +27,7 @@ from mdas.optimizer.agreement import (
 from mdas.optimizer.buckets import Layout
 from mdas.optimizer.determinism import Circumstances, circumstances, require_same
 from mdas.optimizer.fused import FusedUpdate, choose_update
-from mdas.optimizer.hooks import Collector, Round
+from mdas.optimizer.hooks import Collector, Round, require_free
 from mdas.optimizer.inspection import (
     check_device,
     check_options,
@@ -149,6 +149,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             check_every,
         )
         named = trained_parameters(optimizer, module)
+        require_free(named)
         communicator = choose(communicator, group, named[0][1].device)
         check_device(named, communicator.memory(0, torch.float32).device)
         options = (

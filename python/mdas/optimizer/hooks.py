@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from mdas.communicator import Work
+from mdas.errors import InvalidArgumentError
 from mdas.optimizer import kernels
 from mdas.optimizer.buckets import Layout, Place, Vector
 from mdas.optimizer.shards import local, part_of_gradient
@@ -22,6 +25,24 @@ SPARSE = (
     "only dense gradients can be averaged in buckets; build the embedding with sparse=False, "
     "or leave it out of this optimizer"
 )
+
+
+_collectors: weakref.WeakSet[Collector] = weakref.WeakSet()
+"""All that have hooks on parameters."""
+_lock = threading.Lock()
+"""Ranks may be threads."""
+
+
+def require_free(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises InvalidArgumentError if another optimizer takes the gradient of one of these parameters."""
+    with _lock:
+        taken = {place.parameter for collector in _collectors for place in collector.layout.places}
+    for name, parameter in named:
+        if parameter in taken:
+            raise InvalidArgumentError(
+                f"parameter {name!r} belongs to another DistributedOptimizer already: close() that one first, or give "
+                "each of them parameters of its own"
+            )
 
 
 @dataclass(slots=True)
@@ -88,7 +109,7 @@ class Collector:
 
     def __init__(self, layout: Layout, filled: Callable[[Round, int], None]) -> None:
         """`filled(round, k)`: bucket k is full, and so are those before it."""
-        self._layout = layout
+        self.layout = layout
         self._filled = filled
         self._round: Round | None = None
         self._missing: list[int] = []
@@ -104,12 +125,14 @@ class Collector:
             place.parameter.register_post_accumulate_grad_hook(self._hook(place))  # type: ignore[no-untyped-call]
             for place in layout.places
         ]
+        with _lock:
+            _collectors.add(self)
 
     def begin(self, round: Round) -> None:
         """From now on gradients go into this round."""
         self._round = round
         self._squares = [0.0] * len(round.used)
-        self._missing = [len(members) for members in self._layout.members]
+        self._missing = [len(members) for members in self.layout.members]
         self._next = 0
         self._taken = [None] * len(round.used)
 
@@ -130,7 +153,7 @@ class Collector:
     def _fill(self, round: Round, *, idle: bool) -> None:
         if self._next == len(self._missing):
             return
-        for place in self._layout.places:
+        for place in self.layout.places:
             if not round.used[place.index]:
                 gradient = place.parameter.grad
                 if gradient is None or idle:
@@ -182,6 +205,8 @@ class Collector:
         self.end("this mdas.DistributedOptimizer is closed")
         for handle in self._handles:
             handle.remove()
+        with _lock:
+            _collectors.discard(self)
 
     def _current(self) -> Round:
         if self._round is None:
@@ -202,9 +227,9 @@ class Collector:
                     f"parameter {place.name!r} got a second gradient before optimizer.step(): its first "
                     "is already being exchanged. Accumulate over several backward passes under "
                     "`with optimizer.no_sync():`, all but the last one; and call step() after every "
-                    "backward pass outside it. If a backward pass has raised an exception, call step() for it all "
-                    "the same, since all ranks make the same number of steps: gradients it has not reached count as "
-                    "p.grad stands, None as zero."
+                    "backward pass outside it (of this optimizer, not of the one that it wraps). If a backward "
+                    "pass has raised an exception, call step() for it all the same, since all ranks make the "
+                    "same number of steps: gradients it has not reached count as p.grad stands, None as zero."
                 )
             gradient = parameter.grad
             assert gradient is not None
@@ -218,7 +243,7 @@ class Collector:
 
     def _warn_of_changes(self) -> None:
         """Clipping by hand, say, would otherwise do nothing, silently."""
-        for place, taken in zip(self._layout.places, self._taken, strict=True):
+        for place, taken in zip(self.layout.places, self._taken, strict=True):
             if taken is None or self._warned:
                 continue
             gradient, version = taken

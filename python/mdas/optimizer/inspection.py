@@ -7,6 +7,7 @@ import math
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mdas.errors import InvalidArgumentError
 from mdas.optimizer.hooks import SPARSE
@@ -24,6 +25,13 @@ def check_types(optimizer: object, module: object) -> None:
             "DistributedOptimizer(optimizer, module, ...): first a torch.optim.Optimizer, then the nn.Module that it "
             f"trains, not {type(optimizer).__name__} and {type(module).__name__}"
         )
+    for name, part in module.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            where = f"{name!r} of the module" if name else "the module"
+            raise InvalidArgumentError(
+                f"{where} is a DistributedDataParallel, so that gradients would be averaged twice: pass the module "
+                "without it, or keep it and use mdas.ddp_hook instead"
+            )
 
 
 def check_options(

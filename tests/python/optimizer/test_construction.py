@@ -1,5 +1,6 @@
 """What is refused, and how ranks come to start from the same weights."""
 
+import contextlib
 import math
 
 import pytest
@@ -120,6 +121,42 @@ def test_wrapping_twice():
         train(wrapped(model, communicator, lambda m: inner), model, range(1), communicator.rank)
 
     on_ranks(2, body)
+
+
+def test_parameters_of_another_optimizer_that_is_open():
+    def body(communicator):
+        model = mlp()
+        first = wrapped(model, communicator)
+        with pytest.raises(InvalidArgumentError, match=r"parameter '0.weight' belongs to another DistributedOptimizer"):
+            wrapped(model, communicator)
+        first.close()
+        second = wrapped(model, communicator)
+        train(second, model, range(2), communicator.rank)
+        second.close()
+        return True
+
+    assert on_core_ranks(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_module_that_averages_by_itself(inside):
+    with gloo_of_one():
+        model = nn.parallel.DistributedDataParallel(mlp())
+        whole = nn.Sequential(model, nn.Linear(3, 3)) if inside else model
+        name = "'0' of the module" if inside else "the module"
+        with pytest.raises(InvalidArgumentError, match=f"{name} is a DistributedDataParallel.*mdas.ddp_hook"):
+            DistributedOptimizer(torch.optim.SGD(whole.parameters(), lr=0.1), whole)
+
+
+@contextlib.contextmanager
+def gloo_of_one():
+    """A process group of one rank."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_models_that_cannot_be_trained_this_way():
