@@ -74,10 +74,13 @@ functions! {
     ibv_wc_status_str @ "IBVERBS_1.1": fn(c_int) -> *const c_char;
 }
 
+/// `enum ibv_fork_status`.
+const FORK_UNNEEDED: c_int = 2;
+
 /// The library, loaded once per process; the error says which file was tried and why it does not do.
 ///
-/// Also prepares the process for forks (`ibv_fork_init`): a forked child's writes would otherwise leave the parent
-/// with other pages than the device has.
+/// Also prepares the process for forks where that is needed (`ibv_fork_init`): a forked child's writes would otherwise
+/// leave the parent with other pages than the device has.
 pub fn library() -> Result<&'static Library, String> {
     static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
     LIBRARY.get_or_init(open).as_ref().map_err(Clone::clone)
@@ -96,8 +99,17 @@ fn open() -> Result<Library, String> {
     }
     let library =
         Library::from(handle).map_err(|missing| format!("{name} is too old, or not libibverbs: {missing}"))?;
+    // Where the kernel copies registered pages for a forked child, `ibv_fork_init` would only harm: it takes whole pages
+    // away from the child, and with them whatever else lies on them.
+    let unneeded = symbol(handle, "ibv_is_fork_initialized", "IBVERBS_1.13").is_ok_and(|found| {
+        // SAFETY: the type that infiniband/verbs.h gives it.
+        let status = unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> c_int>(found) };
+        // SAFETY: it has no conditions.
+        let status = unsafe { status() };
+        status == FORK_UNNEEDED
+    });
     // SAFETY: no device is open yet, and this is called once.
-    let rc = unsafe { (library.ibv_fork_init)() };
+    let rc = if unneeded { 0 } else { unsafe { (library.ibv_fork_init)() } };
     if rc != 0 {
         // Old kernels only; everything works but forking.
         log::warn!("ibv_fork_init: {}", std::io::Error::from_raw_os_error(rc.abs()));

@@ -235,6 +235,43 @@ def mixed_rank(rank: int, shares: bool) -> Result:
 
 
 @scenario
+def forks() -> Result:
+    """Children that are forked while a job is up: one calls mdas, one uses the memory that it was given."""
+    import numpy as np
+
+    from mdas.errors import ClosedError
+
+    def child(work: Callable[[], None]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                work()
+            finally:
+                os._exit(0 if sys.exc_info()[0] is None else 1)
+        return os.waitpid(pid, 0)[1]
+
+    with job("verbs") as mdas:
+        values = np.full(300_000, 1.0 + HOST, "float32")
+        total = mdas.allreduce(values, out=np.empty_like(values))
+
+        def call() -> None:
+            try:
+                mdas.allreduce(np.ones(10, "float32"))
+            except ClosedError:
+                os._exit(7)
+
+        def write() -> None:
+            values[:] = 0
+            total[:] = 0
+            _ = [{"number": number} for number in range(20_000)]
+
+        ended = [child(call), child(write)]
+        mdas.barrier()
+        again = mdas.allreduce(values, out=total)
+        return {"ended": ended, "exact": bool((again == 3.0).all())}
+
+
+@scenario
 def loss() -> Result:
     """The network loses packets, which the devices send again."""
     import numpy as np
