@@ -86,7 +86,12 @@ impl MemoryRegion {
         };
         let Some(raw) = NonNull::new(raw) else {
             let error = Error::last("ibv_reg_mr", format!("{}, {length} bytes", context.name));
-            return Err(error.with_hint(|errno| memlock_hint(errno, length)));
+            let read_only =
+                "the device can reach memory only if it may be written: pass a copy of what is mapped read-only";
+            return Err(error.with_hint(|errno| match errno {
+                libc::EFAULT => Some(read_only.into()),
+                errno => memlock_hint(errno, length),
+            }));
         };
         let _counted = Counted::new(Kind::MemoryRegion);
         Ok(MemoryRegion { raw, domain: domain.clone(), address: address as usize, length, _counted })

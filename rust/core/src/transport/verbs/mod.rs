@@ -396,5 +396,7 @@ impl Transport for Verbs {
             self.disconnect(peer);
         }
         self.landings.clear();
+        // Whoever still holds a finished operation holds us, but need not hold pinned memory.
+        self.registry.clear();
     }
 }

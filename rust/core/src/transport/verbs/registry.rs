@@ -84,6 +84,11 @@ impl Registry {
         entry.regions.get(rail).map(|region| (region.lkey(), region.rkey()))
     }
 
+    /// Forgets everything; nothing is posted any more.
+    pub fn clear(&mut self) {
+        self.entries.clear();
+    }
+
     /// When this returns, neither peers nor our own requests reach this memory any more.
     pub fn revoke(&mut self, memory: RawSpan) {
         self.entries.retain(|entry| !entry.overlaps(memory));
