@@ -74,9 +74,6 @@ functions! {
     ibv_wc_status_str @ "IBVERBS_1.1": fn(c_int) -> *const c_char;
 }
 
-/// `enum ibv_fork_status`.
-const FORK_UNNEEDED: c_int = 2;
-
 /// The library, loaded once per process; the error says which file was tried and why it does not do.
 ///
 /// Also prepares the process for forks where that is needed (`ibv_fork_init`): a forked child's writes would otherwise
@@ -106,7 +103,7 @@ fn open() -> Result<Library, String> {
         let status = unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> c_int>(found) };
         // SAFETY: it has no conditions.
         let status = unsafe { status() };
-        status == FORK_UNNEEDED
+        status == sys::FORK_UNNEEDED
     });
     // SAFETY: no device is open yet, and this is called once.
     let rc = if unneeded { 0 } else { unsafe { (library.ibv_fork_init)() } };

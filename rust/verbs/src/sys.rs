@@ -453,6 +453,8 @@ constants! {
     QP_MAX_DEST_RD_ATOMIC = 1 << 17;
     /// Attribute.
     QP_DEST_QPN = 1 << 20;
+    /// The kernel copies registered pages for a forked child.
+    FORK_UNNEEDED = 2;
     /// Access.
     ACCESS_LOCAL_WRITE = 1;
     /// Access.
