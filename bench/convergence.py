@@ -20,7 +20,9 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from multiprocessing import get_context
+from multiprocessing.queues import Queue
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -201,8 +203,13 @@ def _entry(accuracies: Sequence[object]) -> str:
     return text + (f" ({lost} of {len(accuracies)} diverged)" if lost else "")
 
 
-def _prepare(data: Path) -> None:
-    """Once per process: one thread, last in line for the processor, and the data at hand."""
+def _prepare(data: Path, processors: Queue[int]) -> None:
+    """Once per process: one thread, one processor, last in line for it, and the data at hand.
+
+    Ranks that are threads of one interpreter take turns anyway; on two processors they spend ten times as long, handing
+    its lock from one to the other.
+    """
+    os.sched_setaffinity(0, {processors.get()})
     os.nice(10)
     torch.set_num_threads(1)
     _Loaded.data = load(data)
@@ -219,7 +226,11 @@ def _run(cell: Cell) -> dict[str, object]:
 def _run_all(todo: Sequence[Cell], jobs: int, data: Path) -> None:
     """Cells in `jobs` processes; results are appended as they come."""
     RESULTS.parent.mkdir(exist_ok=True)
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _prepare, (data,)) as pool:
+    context = get_context("spawn")
+    processors = context.Queue()
+    for _, processor in zip(range(jobs), cycle(sorted(os.sched_getaffinity(0))), strict=False):
+        processors.put(processor)
+    with ProcessPoolExecutor(jobs, context, _prepare, (data, processors)) as pool:
         for future in as_completed([pool.submit(_run, cell) for cell in todo]):
             line = json.dumps(future.result())
             with RESULTS.open("a") as file:
