@@ -1,14 +1,17 @@
 //! The mesh: every rank connected with every other.
 //!
-//! Rank i dials every rank below it; who is dialed knows from the hello which connection it is.
+//! Rank i dials every rank below it; who is dialed knows from the hello which connection it is. Everybody listened before
+//! the addresses were handed out, and listens until all its connections are made: a rank that refuses one that is still
+//! missing is gone.
 
 use super::handshake::{self, Answer, Failure, Hello, Identity, Purpose};
 use super::listener::{Listener, Visitor};
-use super::rendezvous::{interrupted, name};
+use super::rendezvous::{hung_up, interrupted, lost, name};
 use super::wire::{Patience, SLICE, Trouble};
 use crate::error::{Error, Result};
 use crate::transport::tcp::Streams;
-use std::net::{SocketAddr, TcpStream};
+use std::io::ErrorKind;
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::thread;
@@ -19,6 +22,9 @@ const DIALERS: usize = 8;
 
 /// Connecting and greeting: if it takes longer, try again.
 const ATTEMPT: Duration = Duration::from_secs(5);
+
+/// Who has not dialed us after so long is looked for, one rank at a time.
+const LOOK_AFTER: Duration = Duration::from_secs(1);
 
 /// What the dialers report.
 enum Report {
@@ -41,7 +47,8 @@ enum Report {
 /// every 100 ms, from this thread; false ends the wait with [`Error::Closed`]. The listener is closed.
 ///
 /// # Errors
-/// [`Error::Timeout`] names the ranks that are missing and why, [`Error::Configuration`] what differs.
+/// [`Error::Timeout`] names the ranks that are missing and why, [`Error::PeerLost`] one that is gone,
+/// [`Error::Configuration`] what differs.
 pub fn connect(
     listener: Listener,
     addresses: &[SocketAddr],
@@ -131,7 +138,10 @@ impl Dialing<'_> {
             payload: (peer as u32).to_le_bytes().to_vec(),
         };
         let attempt = patience.at_most(ATTEMPT);
-        let stream = attempt.dial(address, Some(self.source.ip()))?;
+        let stream = attempt.dial(address, Some(self.source.ip())).map_err(|trouble| match refused(&trouble) {
+            true => Failure::Fatal(gone(peer, address)),
+            false => trouble.into(),
+        })?;
         handshake::introduce(&stream, self.identity, &hello, &attempt).map_err(|failure| match failure {
             Failure::Fatal(Error::Configuration(message)) => {
                 Error::Configuration(format!("init: rank {rank} and rank {peer} at {address}: {message}")).into()
@@ -146,6 +156,17 @@ impl Dialing<'_> {
             }
         }
     }
+}
+
+/// Nobody listens there.
+fn refused(trouble: &Trouble) -> bool {
+    matches!(trouble, Trouble::Failed(cause) if cause.kind() == ErrorKind::ConnectionRefused)
+}
+
+fn gone(peer: usize, address: SocketAddr) -> Error {
+    let causes = "its process has ended or given up (its own output says why), or a firewall rejects the port \
+                  (MDAS_PORT_RANGE=first-last keeps to ports that it lets through)";
+    lost(peer, format!("connection refused at {address}: {causes}"))
 }
 
 /// The connections so far.
@@ -174,6 +195,8 @@ impl Mesh {
         patience: &Patience,
         inbox: &std::sync::mpsc::Receiver<Report>,
     ) -> Result<()> {
+        let start = Instant::now();
+        let mut looked_for = self.rank;
         while self.missing > 0 {
             match patience.slice() {
                 Ok(_) => {}
@@ -201,8 +224,27 @@ impl Mesh {
                     Report::Fatal(error) => return Err(error),
                 }
             }
+            if let Some(peer) = (0..self.table.len()).find(|peer| self.table[*peer].iter().flatten().any(hung_up)) {
+                let cause = "it was connected while others were waited for, and hung up";
+                return Err(lost(peer, format!("{cause} (at {})", addresses[peer])));
+            }
+            if start.elapsed() > LOOK_AFTER {
+                looked_for = self.look_for(looked_for, listener.address().ip(), addresses, patience)?;
+            }
         }
         Ok(())
+    }
+
+    /// Is the next rank after `last` that has not dialed us still there? Returns which one was looked for.
+    fn look_for(&self, last: usize, source: IpAddr, addresses: &[SocketAddr], patience: &Patience) -> Result<usize> {
+        let silent = |peer: &usize| self.table[*peer].iter().all(Option::is_none);
+        let mut ranks = (last + 1..self.table.len()).chain(self.rank + 1..=last);
+        let Some(peer) = ranks.find(silent) else { return Ok(last) };
+        match patience.at_most(SLICE).dial(addresses[peer], Some(source)) {
+            Err(trouble) if refused(&trouble) => Err(gone(peer, addresses[peer])),
+            // It listens, or its host does not answer: its own dialing, or the deadline, tells.
+            _ => Ok(peer),
+        }
     }
 
     /// Somebody of our job dials us.

@@ -144,12 +144,12 @@ fn late(who: String, deadline: Duration) -> Error {
     Error::Timeout { operation: "init".into(), waited: deadline, timeout: deadline, detail: who }
 }
 
-fn lost(peer: usize, cause: String) -> Error {
+pub(super) fn lost(peer: usize, cause: String) -> Error {
     Error::PeerLost { operation: "init".into(), peer, cause }
 }
 
-/// A visitor who waits for its answer says nothing more: end or error of its stream is its end.
-fn hung_up(stream: &TcpStream) -> bool {
+/// Who waits for us says nothing more: end or error of its stream is its end.
+pub(super) fn hung_up(stream: &TcpStream) -> bool {
     let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
     let mut watched = [PollFd::new(stream, PollFlags::RDHUP)];
     poll(&mut watched, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok() && watched[0].revents().intersects(gone)

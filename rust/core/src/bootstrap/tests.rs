@@ -219,11 +219,45 @@ fn a_mesh_over_ipv6() {
 #[test]
 fn missing_ranks_of_a_mesh_are_named_with_their_addresses() {
     let (mut listeners, addresses) = listeners(3, |rank| identity(rank, 3));
-    drop(listeners.remove(0)); // rank 0 is dead; rank 2 never calls `connect`
-    let error = meet(listeners.remove(0), &addresses, Duration::from_millis(500)).err().unwrap().to_string();
+    let error = meet(listeners.remove(1), &addresses, Duration::from_millis(500)).err().unwrap().to_string();
     assert!(error.contains("rank 1 has no connection with ranks 0, 2 of 3"), "{error}");
-    assert!(error.contains(&format!("rank 0 at {}: Connection refused", addresses[0])), "{error}");
+    assert!(error.contains(&format!("rank 0 at {}: no answer", addresses[0])), "{error}");
     assert!(error.contains(&format!("rank 2 at {}: it has not dialed us", addresses[2])), "{error}");
+}
+
+#[test]
+fn a_rank_that_died_before_the_mesh_is_named_at_once_by_all() {
+    for dead in 0..3 {
+        let (mut listeners, addresses) = listeners(3, |rank| identity(rank, 3));
+        drop(listeners.remove(dead));
+        let meet = |listener| {
+            let addresses = addresses.clone();
+            thread::spawn(move || meet(listener, &addresses, PATIENCE).err().unwrap())
+        };
+        let start = Instant::now();
+        let threads: Vec<_> = listeners.into_iter().map(meet).collect();
+        for error in threads.into_iter().map(|thread| thread.join().unwrap()) {
+            // Who gives up early is gone for the others.
+            assert!(matches!(error, Error::PeerLost { .. }), "{error:?}");
+        }
+        assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    }
+}
+
+#[test]
+fn a_rank_that_dies_within_the_mesh_is_named() {
+    // Rank 2 dials ranks 0 and 1, of which rank 0 has not come to `connect`; then it is interrupted.
+    let (mut listeners, addresses) = listeners(3, |rank| identity(rank, 3));
+    let (third, second) = (listeners.pop().unwrap(), listeners.pop().unwrap());
+    let there = addresses.clone();
+    let start = Instant::now();
+    let keep_going = move || start.elapsed() < Duration::from_millis(700);
+    let dying = thread::spawn(move || connect(third, &there, "v1", 2, PATIENCE, &keep_going).err().unwrap());
+    let error = connect(second, &addresses, "v1", 2, PATIENCE, &always).err().unwrap();
+    assert!(matches!(error, Error::PeerLost { peer: 2, .. }), "{error:?}");
+    assert!(error.to_string().contains("hung up"), "{error}");
+    assert!(matches!(dying.join().unwrap(), Error::Closed(_)));
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
 }
 
 #[test]
