@@ -16,6 +16,7 @@ import pytest
 
 import mdas
 import processes
+from mdas import rendezvous
 from processes import Ranks
 
 
@@ -302,3 +303,21 @@ def test_the_local_launcher_ends_everybody_when_one_fails(tmp_path: Path) -> Non
     assert done.returncode == 3
     assert "rank 1 ended with exit status 3" in done.stderr
     assert time.monotonic() - started < 45
+
+
+def dies_while_joining() -> str:
+    if os.environ["RANK"] == "1":
+        rendezvous.check_agreement = lambda cards: os._exit(0)  # after the meeting
+    try:
+        mdas.init(timeout=120)
+    except mdas.PeerLostError as error:
+        return str(error)
+    return "joined"
+
+
+def test_a_rank_that_dies_between_meeting_and_connecting_is_named_at_once() -> None:
+    with Ranks(3, dies_while_joining) as ranks:
+        first, dead, last = ranks.wait(60)
+    assert dead.value is None
+    assert "init: lost rank" in first.value and "init: lost rank" in last.value
+    assert "lost rank 1: connection refused at" in first.value + last.value

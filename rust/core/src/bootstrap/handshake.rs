@@ -120,6 +120,9 @@ pub enum Failure {
     /// Try again: the other process may not be there yet, or be another one than we look for.
     #[error("{0}")]
     Transient(String),
+    /// Try again: the other side hung up.
+    #[error("the connection was closed")]
+    Closed,
     /// Try again: a quick rank comes for the next step while rank 0 still ends the one before.
     #[error("it is at another step of joining our job: is MDAS_SECRET set on all ranks, or on none?")]
     OtherStep,
@@ -135,6 +138,7 @@ impl From<Trouble> for Failure {
     fn from(trouble: Trouble) -> Self {
         match trouble {
             Trouble::Interrupted => Failure::Interrupted,
+            Trouble::Closed => Failure::Closed,
             trouble => Failure::Transient(trouble.to_string()),
         }
     }

@@ -180,9 +180,8 @@ fn accept_loop(socket: &TcpListener, stopped: &Arc<AtomicBool>, identity: &Arc<I
                 Ok(hello) => drop(visitors.send(Visitor { stream, remote, hello })),
                 Err(Failure::Interrupted) => {}
                 Err(failure) => {
-                    // Who hangs up before it has introduced itself did no harm; other ranks look so whether we are there.
-                    let left = matches!(stream.peek(&mut [0]), Ok(0));
-                    let level = if left { log::Level::Debug } else { gate.level() };
+                    // Other ranks look in this way whether we are there.
+                    let level = if matches!(failure, Failure::Closed) { log::Level::Debug } else { gate.level() };
                     log::log!(level, "rank {}: closed a connection from {remote}: {failure}", identity.rank);
                 }
             }

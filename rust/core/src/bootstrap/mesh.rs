@@ -111,7 +111,7 @@ impl Dialing<'_> {
                     Ok(stream) => break Report::Connected { peer, slot, stream },
                     Err(Failure::Interrupted) => return,
                     Err(Failure::Fatal(error)) => break Report::Fatal(error),
-                    Err(failure @ (Failure::Transient(_) | Failure::OtherStep)) => {
+                    Err(failure @ (Failure::Transient(_) | Failure::Closed | Failure::OtherStep)) => {
                         let cause = failure.to_string();
                         let _ = reports.send(Report::Failing { peer, cause }); // nobody listens: it is over
                         if patience.pause(SLICE).is_err() {
@@ -224,7 +224,7 @@ impl Mesh {
                     Report::Fatal(error) => return Err(error),
                 }
             }
-            if let Some(peer) = (0..self.table.len()).find(|peer| self.table[*peer].iter().flatten().any(hung_up)) {
+            if let Some(peer) = (0..self.table.len()).find(|peer| self.table[*peer][0].as_ref().is_some_and(hung_up)) {
                 let cause = "it was connected while others were waited for, and hung up";
                 return Err(lost(peer, format!("{cause} (at {})", addresses[peer])));
             }

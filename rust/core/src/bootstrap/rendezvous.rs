@@ -5,7 +5,8 @@ use super::handshake::{self, Answer, Failure, Hello, Identity, Purpose};
 use super::listener::{Listener, Visitor};
 use super::wire::{Patience, SLICE, Trouble};
 use crate::error::{Error, Result};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, recv};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
@@ -148,11 +149,12 @@ pub(super) fn lost(peer: usize, cause: String) -> Error {
     Error::PeerLost { operation: "init".into(), peer, cause }
 }
 
-/// Who waits for us says nothing more: end or error of its stream is its end.
+/// Has the other side ended without a word? Who waits for us says nothing; whoever leaves in good order says goodbye.
 pub(super) fn hung_up(stream: &TcpStream) -> bool {
-    let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
-    let mut watched = [PollFd::new(stream, PollFlags::RDHUP)];
-    poll(&mut watched, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).is_ok() && watched[0].revents().intersects(gone)
+    match recv(stream, &mut [0], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+        Ok((_, heard)) => heard == 0,
+        Err(errno) => !matches!(errno, Errno::AGAIN | Errno::INTR),
+    }
 }
 
 fn turn_away(visitor: &Visitor, answer: &Answer) {
@@ -186,7 +188,7 @@ fn join(
                 return Err(Error::Configuration(format!("init: rank {rank} and rank 0 at {address}: {message}")));
             }
             Err(Failure::Fatal(error)) => return Err(error),
-            Err(failure @ (Failure::Transient(_) | Failure::OtherStep)) => failure.to_string(),
+            Err(failure @ (Failure::Transient(_) | Failure::Closed | Failure::OtherStep)) => failure.to_string(),
         };
         log::debug!("rank {rank}: joining at {address}: {cause}");
         if cause.contains("MDAS_SECRET") {
