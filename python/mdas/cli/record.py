@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +42,11 @@ class Recorder:
     def size(self) -> int:
         """As `inner`'s."""
         return self.inner.size
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """As `inner`'s."""
+        return self.inner.ranks
 
     @property
     def summation(self) -> str:

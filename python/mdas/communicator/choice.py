@@ -70,5 +70,12 @@ def _core(group: Group | None) -> Communicator:
     own = chosen.engine.new_group(list(chosen.ranks))
     second = chosen.engine.new_group(list(chosen.ranks), SECOND)
     return CoreCommunicator(
-        chosen.engine, own, chosen.rank, chosen.size, chosen.timeout, second=second, summation=summation
+        chosen.engine,
+        own,
+        chosen.rank,
+        chosen.size,
+        chosen.timeout,
+        second=second,
+        ranks=chosen.ranks,
+        summation=summation,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -22,10 +23,10 @@ SECOND = "second lane"
 class CoreCommunicator:
     """A group of mdas's own engine.
 
-    `engine` is a `_core.Engine`, `group` the id of one of its groups (0: its world), in which this
-    process has rank `rank` of `size`; `second`, the id of another group of the same ranks, orders the second
-    urgent lane (None: one is made, of the world). `timeout`: seconds without progress after which an operation
-    fails (None: the engine's own). `summation`: see the protocol.
+    `engine` is a `_core.Engine`, `group` the id of one of its groups (0: its world), in which this process has rank
+    `rank` of `size`; `second`, the id of another group of the same ranks, orders the second urgent lane (None: one is
+    made, of the world). `ranks`: see the protocol (None: counted from 0). `timeout`: seconds without progress after
+    which an operation fails (None: the engine's own). `summation`: see the protocol.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class CoreCommunicator:
         timeout: float | None = None,
         *,
         second: int | None = None,
+        ranks: Sequence[int] | None = None,
         summation: str = "mdas",
     ) -> None:
         self._engine = engine
@@ -51,6 +53,7 @@ class CoreCommunicator:
         self.summation = summation
         self.rank = rank
         self.size = size
+        self.ranks = range(size) if ranks is None else ranks
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         from mdas import _core

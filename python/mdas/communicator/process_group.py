@@ -101,6 +101,7 @@ class TorchCommunicator:
         # Of the lanes: torch sorts the ranks of a group, if it is not told otherwise when it is made.
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.ranks = dist.get_process_group_ranks(group)
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=self._device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -43,6 +44,11 @@ class Communicator(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The group's ranks, in its order, as the job counts them: what errors call them."""
+        ...
 
     @property
     def summation(self) -> str:
@@ -88,6 +94,7 @@ class AloneCommunicator:
 
     rank = 0
     size = 1
+    ranks = (0,)
     summation = "none"
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

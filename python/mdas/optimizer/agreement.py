@@ -12,6 +12,7 @@ from torch import Tensor
 from mdas.communicator import Communicator, tags
 from mdas.errors import MismatchError
 from mdas.optimizer.buckets import Vector
+from mdas.optimizer.hooks import Round
 from mdas.optimizer.shards import local
 
 _DIGEST_BYTES = 16
@@ -22,10 +23,10 @@ def require_agreement(
     lines: Sequence[str],
     remedy: str = "all ranks must build the same model, optimizer and options",
 ) -> None:
-    """Compares a description, line by line, with those of the other ranks.
+    """Compares a description, line by line, with those of the other ranks; one without lines agrees with all.
 
     Collective. Raises MismatchError on every rank, naming the first line in which a rank differs
-    from rank 0 and what both have there; `remedy`: what to do about it.
+    from the first one and what both have there; `remedy`: what to do about it.
     """
     if communicator.size == 1:
         return
@@ -38,39 +39,53 @@ def require_agreement(
     longest = max(int.from_bytes(h[32:], "little") for h in headers)
     padded = torch.tensor(list(text.ljust(longest, b"\0")), dtype=torch.uint8)
     texts = [bytes(t.tolist()).rstrip(b"\0").decode() for t in _gather(communicator, padded)]
-    for peer, theirs in enumerate(texts):
-        if theirs != texts[0]:
-            ours, other = _first_difference(texts[0].split("\n"), theirs.split("\n"))
-            raise MismatchError(f"DistributedOptimizer: rank 0 has {ours}, but rank {peer} has {other}; {remedy}")
-    raise AssertionError("digests differ, texts do not")
+    told = [(rank, theirs.split("\n")) for rank, theirs in zip(communicator.ranks, texts, strict=True) if theirs]
+    first, ours = told[0]
+    for rank, theirs in told:
+        if theirs != ours:
+            one, other = _first_difference(ours, theirs)
+            raise MismatchError(f"DistributedOptimizer: rank {first} has {one}, but rank {rank} has {other}; {remedy}")
 
 
-def require_same_trained(communicator: Communicator, names: Sequence[str], trained: Sequence[bool], step: int) -> None:
-    """The parameters that were trained in a step are the same on all ranks. Collective, as `require_agreement`."""
-    lines = [
-        f"requires_grad={flag} for parameter {name!r} in step {step}" for name, flag in zip(names, trained, strict=True)
+def require_same_step(communicator: Communicator, names: Sequence[str], round: Round) -> None:
+    """Loss scale and trained parameters of a step are the same on all ranks that had data. Collective, as
+    `require_agreement`.
+    """
+    unit = [f"a loss multiplied by {round.unit:g} in step {round.number}"]
+    trained = [
+        f"requires_grad={flag} for parameter {name!r} in step {round.number}"
+        for name, flag in zip(names, round.trained, strict=True)
     ]
-    require_agreement(communicator, lines, "freeze and unfreeze parameters on all ranks before the same backward pass")
+    for lines, remedy in (
+        (unit, "use a mdas.GradScaler with the same options and the same state on all ranks"),
+        (trained, "freeze and unfreeze parameters on all ranks before the same backward pass"),
+    ):
+        require_agreement(communicator, [] if round.idle else lines, remedy)
 
 
 class Comparison:
-    """The bits of a vector, on their way to the other ranks. Making one is collective, and does not wait."""
+    """The bits of a vector, on their way to the other ranks. Making one is collective, and does not wait.
 
-    def __init__(self, communicator: Communicator, vector: Vector, what: str) -> None:
+    None in its place: this rank's would say nothing; it takes part, and is not compared.
+    """
+
+    def __init__(self, communicator: Communicator, vector: Vector | None, what: str) -> None:
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        for flat in vector.flats:
+        for flat in vector.flats if vector is not None else []:
             digest.update(flat.detach().cpu().view(torch.uint8).numpy().data)
         self._what = what
-        own = torch.tensor(list(digest.digest()), dtype=torch.uint8)
-        self._everyone = torch.empty(communicator.size * _DIGEST_BYTES, dtype=torch.uint8)
+        self._ranks = communicator.ranks
+        own = torch.tensor([vector is not None, *digest.digest()], dtype=torch.uint8)
+        self._everyone = torch.empty(communicator.size * own.numel(), dtype=torch.uint8)
         self._work = communicator.allgather(own, self._everyone, tag=tags.AGREEMENT)
 
     def require_equal(self) -> None:
         """Waits for those of the others. Raises MismatchError on every rank, naming those that differ from most."""
         self._work.wait()
-        digests = [bytes(digest) for digest in self._everyone.view(-1, _DIGEST_BYTES).tolist()]
-        usual, _ = Counter(digests).most_common(1)[0]
-        parted = [rank for rank, found in enumerate(digests) if found != usual]
+        everyone = zip(self._ranks, self._everyone.view(len(self._ranks), -1).tolist(), strict=True)
+        digests = {rank: bytes(digest) for rank, (compared, *digest) in everyone if compared}
+        usual = Counter(digests.values()).most_common(1)
+        parted = [rank for rank, found in digests.items() if found != usual[0][0]]
         if parted:
             raise MismatchError(
                 f"{self._what} of ranks {parted} differ from those of the other {len(digests) - len(parted)}: "
@@ -88,7 +103,7 @@ class PeriodicComparison:
         self._steps = 0
         self._under_way: Comparison | None = None
 
-    def after_step(self, base: Callable[[], Vector]) -> None:
+    def after_step(self, base: Callable[[], Vector | None]) -> None:
         """All ranks call it after every step. Raises MismatchError on all of them, as `Comparison` does."""
         comparison, self._under_way = self._under_way, None
         if comparison is not None:

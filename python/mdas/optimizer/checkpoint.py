@@ -17,7 +17,7 @@ from mdas.errors import InvalidArgumentError
 from mdas.optimizer.buckets import Layout, Vector
 from mdas.optimizer.hooks import Round
 from mdas.optimizer.pipeline import Pipeline
-from mdas.optimizer.predict import Confidence
+from mdas.optimizer.predict import PREDICTIONS, Confidence
 from mdas.optimizer.shards import local
 from mdas.optimizer.tally import Tally
 from mdas.optimizer.update import Clip
@@ -71,13 +71,18 @@ def save(pipeline: Pipeline, rank: int, predict: str) -> dict[str, Any]:
     return saved
 
 
+def of_one_rank(saved: dict[str, Any]) -> bool:
+    """Does it hold forward weights that are one rank's own, while others have theirs?"""
+    prediction = PREDICTIONS[saved["predict"]]
+    return saved["base"] is not None and prediction is not None and prediction.alpha != 1.0
+
+
 def load(pipeline: Pipeline, saved: dict[str, Any], rank: int, predict: str) -> None:
     """Goes on where `save` was called, with what `check` has found good. Parameters become the forward
     weights.
     """
     layout = pipeline.layout
-    own = saved["rank"] == rank
-    if saved["base"] is not None and not own and predict in ("local", "blend", "sketch+blend"):
+    if of_one_rank(saved) and saved["rank"] != rank:
         logger.warning(
             "rank %d resumes from the file of rank %d: with predict=%r forward weights are each rank's own, "
             "so those of the next step are that rank's. Save and load a file per rank to resume exactly.",

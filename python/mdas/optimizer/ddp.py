@@ -24,8 +24,12 @@ from mdas.optimizer.buckets import Layout
 from mdas.optimizer.corrected import Corrected
 from mdas.optimizer.predict import PREDICTIONS
 
-_LEAST_WARMUP = 2
-"""DistributedDataParallel divides the parameters anew after the first backward pass."""
+
+def _least_warmup(model: DistributedDataParallel) -> int:
+    """DistributedDataParallel divides the parameters anew after the first backward pass; where it first learns the
+    graph, after the second.
+    """
+    return 3 if model.static_graph else 2
 
 
 @dataclass(slots=True)
@@ -58,8 +62,8 @@ class DDPState:
         predict: "sketch" (default), "history" or "none" (see `mdas.optimizer.predict`): the predictions that all
             ranks share, since nothing ever brings weights together again that have parted.
         sketch_rank: rank of the sketch; its traffic is proportional.
-        warmup_steps: synchronous backward passes at the start; at least 2, since the division into buckets is not
-            known before.
+        warmup_steps: synchronous backward passes at the start; at least 2 (3 with `static_graph=True`), since the
+            division into buckets is not known before.
         communicator: what to exchange through. None: the ranks and the backend of the model's process group, in three
             groups of their own. "core": mdas's own engine, after `mdas.init()`, of the same ranks. Or a communicator.
 
@@ -89,10 +93,11 @@ class DDPState:
             )
         if not (isinstance(sketch_rank, int) and sketch_rank >= 1):
             raise InvalidArgumentError(f"sketch_rank={sketch_rank!r}: an int, at least 1")
-        if not (isinstance(warmup_steps, int) and warmup_steps >= _LEAST_WARMUP):
+        least = _least_warmup(model)
+        if not (isinstance(warmup_steps, int) and warmup_steps >= least):
             raise InvalidArgumentError(
-                f"warmup_steps={warmup_steps!r}: an int, at least {_LEAST_WARMUP}, since DistributedDataParallel "
-                "divides the parameters into buckets anew after the first backward pass"
+                f"warmup_steps={warmup_steps!r}: an int, at least {least}, since DistributedDataParallel divides the "
+                f"parameters into buckets anew after {least - 1} backward passes"
             )
         group = model.process_group
         assert group is not None
@@ -132,12 +137,17 @@ class DDPState:
                 "restart all of them from a checkpoint"
             )
         own = _Bucket(bucket.buffer(), bucket.gradients(), bucket.parameters(), Future())
+        if not all(parameter in self._named for parameter in own.parameters):
+            raise InvalidArgumentError(
+                "ddp_hook: a gradient of another model than the one that this DDPState was made for: make one for each "
+                "model, mdas.DDPState(model), and register it with that"
+            )
         self._buckets.append(own)
         k, delay = len(self._buckets) - 1, self._delay
         if k == 0:
             # With one rank there is nothing to hide.
             self._delaying = self.delayed and self.steps >= self._warmup_steps and self._communicator.size > 1
-        if delay is not None and self.steps >= _LEAST_WARMUP and not delay.fits(k, own.parameters):
+        if self._delaying and delay is not None and not delay.fits(k, own.parameters):
             raise RuntimeError(
                 f"ddp_hook: DistributedDataParallel has divided its parameters anew after {self.steps} backward passes"
                 ": wrap the model again, with a new DDPState"

@@ -16,24 +16,29 @@ from mdas import settings
 from mdas.communicator import Communicator
 from mdas.errors import InvalidArgumentError
 
-Circumstances = dict[str, str | int | float]
+Circumstances = dict[str, str | int | float | None]
 
 
-def circumstances(communicator: Communicator, update: str, bucket_mb: float) -> Circumstances:
-    """What bits depend on, by name."""
+def circumstances(communicator: Communicator, update: str, options: Circumstances) -> Circumstances:
+    """What bits depend on, by name; `options`: those of the optimizer that have a part in it."""
     return {
         "order of summation": communicator.summation,
         "ranks": communicator.size,
-        "bucket_mb": bucket_mb,
+        **options,
         "update": update,
         "torch": str(torch.__version__),
         "torch threads": torch.get_num_threads(),
     }
 
 
+def deterministic() -> bool:
+    """Is MDAS_DETERMINISTIC set? Raises ConfigurationError if it makes no sense."""
+    return settings.read(os.environ).deterministic
+
+
 def require_same(saved: Circumstances | None, now: Circumstances) -> None:
     """Raises InvalidArgumentError if MDAS_DETERMINISTIC is set, and a checkpoint was made under other circumstances."""
-    if not settings.read(os.environ).deterministic:
+    if not deterministic():
         return
     if saved is None:
         raise InvalidArgumentError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -25,7 +26,7 @@ from mdas.optimizer.agreement import (
     require_agreement,
 )
 from mdas.optimizer.buckets import Layout
-from mdas.optimizer.determinism import Circumstances, circumstances, require_same
+from mdas.optimizer.determinism import Circumstances, circumstances, deterministic, require_same
 from mdas.optimizer.fused import FusedUpdate, choose_update
 from mdas.optimizer.hooks import Collector, Round, require_free
 from mdas.optimizer.inspection import (
@@ -168,7 +169,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._module = module
         self._communicator = communicator
         self._predict = predict
-        self._bucket_mb = bucket_mb
+        deterministic()  # a value that makes no sense is told now, not when the first checkpoint is loaded
+        prediction = PREDICTIONS[predict] if delayed else None
+        self._bits: Circumstances = {
+            "schedule": "delayed" if delayed else "sync",
+            "predict": predict if delayed else None,
+            "sketch_rank": sketch_rank if prediction is not None and prediction.sketch else None,
+            "warmup_steps": warmup_steps if delayed else None,
+            "bucket_mb": bucket_mb,
+            "max_norm": max_norm,
+            "max_value": max_value,
+        }
         self._comparison = None if check_every is None else PeriodicComparison(communicator, check_every)
         self._layout = Layout(named, int(bucket_mb * 2**20))
         clip = Clip(max_norm, max_value)
@@ -177,7 +188,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._layout,
             communicator,
             self._update,
-            PREDICTIONS[predict] if delayed else None,
+            prediction,
             warmup_steps=warmup_steps if delayed else math.inf,
             sketch_rank=sketch_rank,
             clip=clip,
@@ -189,6 +200,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         trained = {place.parameter for place in self._layout.places}
         self._frozen = [p for group in optimizer.param_groups for p in group["params"] if p not in trained]
         self._index: dict[Tensor, int] = {place.parameter: place.index for place in self._layout.places}
+        self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
+        """The one that calls for steps, if any."""
         self.closed = False
         """Has `close()` been called?"""
         self._needs_closure = needs_closure(optimizer)
@@ -248,11 +261,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return loss
 
     @torch.no_grad()
-    def _scaled_step(self, scale: float) -> None:
-        """For `GradScaler`: a step whose loss was multiplied by `scale`."""
+    def _scaled_step(self, scaler: torch.amp.GradScaler) -> None:
+        """For `GradScaler`: a step whose loss was multiplied by its scale."""
         if self._needs_closure:
             raise RuntimeError(f"{type(self._inner).__name__} cannot be used with a GradScaler")
-        self._step(None, scale)
+        self._scaler = weakref.ref(scaler)
+        self._step(None, scaler.get_scale())
 
     def _step_by_closure(self, closure: Callable[[], Any] | None) -> Any:
         """The wrapped optimizer evaluates as often as it likes, with averaged loss and gradients."""
@@ -274,7 +288,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _check(self) -> None:
         if self._comparison is not None:
-            self._comparison.after_step(self._pipeline.current_base)
+            # Idle ranks have missed changes of hyper-parameters; see `joining`.
+            pipeline = self._pipeline
+            self._comparison.after_step(lambda: None if pipeline.idle else pipeline.current_base())
 
     @torch.no_grad()
     def _idle_step(self) -> bool:
@@ -417,7 +433,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         state = self._inner.state_dict()
         state["mdas"] = checkpoint.save(self._pipeline, self._communicator.rank, self._predict)
-        state["mdas"]["circumstances"] = self._circumstances()
+        state["mdas"]["circumstances"] = self._circumstances(state["mdas"])
         return state
 
     @torch.no_grad()
@@ -438,7 +454,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         saved = state_dict.get("mdas")
         if saved is not None:
             checkpoint.check(self._layout, saved)
-        require_same((saved or {}).get("circumstances"), self._circumstances())
+        require_same((saved or {}).get("circumstances"), self._circumstances(saved))
         self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != "mdas"})
         if saved is None:
             logger.warning("load_state_dict: a torch optimizer's state; delay and warm-up start anew")
@@ -448,8 +464,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             checkpoint.load(self._pipeline, saved, self._communicator.rank, self._predict)
         self._weights.forget()
 
-    def _circumstances(self) -> Circumstances:
-        return circumstances(self._communicator, self._update.name, self._bucket_mb)
+    def _circumstances(self, saved: dict[str, Any] | None) -> Circumstances:
+        """Those in which what is saved, or about to be, goes on here."""
+        own = saved is not None and checkpoint.of_one_rank(saved)
+        options = self._bits | {"rank whose forward weights they are": self._communicator.rank if own else None}
+        return circumstances(self._communicator, self._update.name, options)
 
     @torch.no_grad()
     def close(self) -> None:

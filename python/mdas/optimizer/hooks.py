@@ -57,8 +57,10 @@ class Round:
     """Per parameter: has this rank a gradient? After `settle`: has any rank one?"""
     trained: list[bool] = field(default_factory=list)
     """Per parameter: did it require a gradient on this rank when the step was made?"""
+    idle: bool = False
+    """Had this rank no data?"""
     alike: bool = True
-    """Did the same parameters on all ranks? Known once the tally is."""
+    """Did the same ones on all ranks, and with one unit? Known once the tally is."""
     works: list[Work] = field(default_factory=list)
     """One per bucket launched, in bucket order."""
     tally_work: Work | None = None

@@ -2,7 +2,7 @@
 
 A rank that is done makes idle steps: it contributes no gradient, and is not counted in the average. When a
 step comes in which every rank was idle, all stop, at the same step. Idle ranks have missed the changes of
-hyper-parameters that schedulers made meanwhile; so a rank that had data to the last gives its state to them.
+hyper-parameters and of loss scales meanwhile; so a rank that had data to the last gives its state to them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
     """A block at whose end ranks wait for each other, however many batches each has had.
 
     Within it every rank trains on as many batches as it has: averages are over the ranks that still have
-    data. At its end all ranks hold the same base weights and optimizer state. Every rank of the
+    data. At its end all ranks hold the same base weights, optimizer state and loss scale. Every rank of the
     optimizers' groups enters it; other collectives within it must still be called equally often by all.
     Step schedulers per epoch, after the block: a rank that is done early does not step those within.
 
@@ -77,17 +77,26 @@ def _level(optimizer: DistributedOptimizer) -> None:
     if not int(behind):
         return
     parameters = pipeline.layout.parameters
-    state = None
+    state: dict[str, Any] | None = None
     if communicator.rank == source:
         # Base weights are part of the state only where the parameters are not these weights themselves.
-        state = {"optimizer": optimizer.state_dict(), "parameters": [p.detach() for p in parameters]}
+        state = {"optimizer": optimizer.state_dict(), "parameters": [p.detach() for p in parameters], "scaler": None}
+        if (scaler := _scaler(optimizer)) is not None:
+            state["scaler"] = scaler.state_dict()
     received = broadcast_state(communicator, state, source)
     if pipeline.last_active < last:
         if pipeline.base is None:
             with torch.no_grad():
                 torch._foreach_copy_(parameters, received["parameters"])
         optimizer.load_state_dict(received["optimizer"])
+        # A rank without a single batch has shown us none: unless it makes one like ours, the next step says so.
+        if received["scaler"] and (scaler := _scaler(optimizer)) is not None:
+            scaler.load_state_dict(received["scaler"])
         pipeline.last_active = last
+
+
+def _scaler(optimizer: DistributedOptimizer) -> torch.amp.GradScaler | None:
+    return None if optimizer._scaler is None else optimizer._scaler()
 
 
 def broadcast_state(communicator: Communicator, state: object, source: int) -> dict[str, Any]:

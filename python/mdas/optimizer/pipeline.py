@@ -19,7 +19,7 @@ from torch import Tensor
 from mdas.communicator import Communicator, Work, tags
 from mdas.errors import Error, NonFiniteError
 from mdas.optimizer import kernels
-from mdas.optimizer.agreement import require_same_trained
+from mdas.optimizer.agreement import require_same_step
 from mdas.optimizer.buckets import Layout, Vector
 from mdas.optimizer.hooks import Round
 from mdas.optimizer.predict import Confidence, Prediction
@@ -171,13 +171,13 @@ class Pipeline:
     def step(self, round: Round, hyper: Hyper, unit: float = 1.0) -> None:
         """Takes a round all of whose buckets are full, of a loss that was multiplied by `unit`."""
         round.number, round.unit, self.overflowed = self.measured.steps, unit, False
+        round.idle = self.idle
         # During backward the sketch may have gone on with a gradient and a history of different units.
         self._void = unit != self.unit and self.unit == 1.0
         if unit != self.unit:
             self._change_unit(unit)
         if not self.idle:
             self.last_active = round.number
-        self._contribution.active = float(not self.idle)
         self._contribution.compute = time.perf_counter() - self._ended
         failure = None
         if self._together:
@@ -359,7 +359,7 @@ class Pipeline:
         self._waited(start)
         if not round.alike:
             names = [place.name for place in self.layout.places]
-            require_same_trained(self._communicator, names, round.trained, round.number)
+            require_same_step(self._communicator, names, round)
         assert round.tally is not None
         self.tally = round.tally
         self.all_idle = self.tally.active == 0
@@ -402,7 +402,8 @@ class Pipeline:
         if ranks > 1:
             return f"the gradients of {ranks} ranks have a NaN or an infinity"
         name = self.layout.places[int(tally.parameter)].name
-        return f"the gradient of parameter {name!r} on rank {int(tally.culprit)} has a NaN or an infinity"
+        rank = self._communicator.ranks[int(tally.culprit)]
+        return f"the gradient of parameter {name!r} on rank {rank} has a NaN or an infinity"
 
     def _real(self, round: Round, square: float) -> Change:
         scale, limit = self._scale(square, round.clip), round.clip.value
@@ -417,7 +418,10 @@ class Pipeline:
         if self.adaptive:
             round.shared = shared
             own.spread = kernels.squared_distance(round.gradient, shared) / self.unit**2 / self.size
-        round.trained = [place.parameter.requires_grad for place in self.layout.places]
+        if not round.idle:
+            own.active, own.unit, own.unit_square = 1.0, self.unit, self.unit**2
+        # What an idle rank trains says nothing: it has not come to where the others are.
+        round.trained = [place.parameter.requires_grad and not round.idle for place in self.layout.places]
         round.tally_work = self.exchange.launch(own, round.used, round.trained)
 
     def _predict(self, round: Round, shared: Vector, used: list[bool]) -> Change | None:

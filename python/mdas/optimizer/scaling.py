@@ -31,7 +31,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update()")
-        optimizer._scaled_step(self.get_scale())
+        optimizer._scaled_step(self)
         assert self._scale is not None
         overflow = torch.full((), float(optimizer._pipeline.overflowed), device=self._scale.device)
         state["found_inf_per_device"] = {self._scale.device: overflow}

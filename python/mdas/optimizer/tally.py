@@ -44,6 +44,10 @@ class Tally:
     """Seconds for which its tally was."""
     active: float = 0.0
     """Ranks that had data; the others take part with nothing (see `mdas.join`)."""
+    unit: float = 0.0
+    """Sum, over these ranks, of what the loss was multiplied by (see `mdas.GradScaler`)."""
+    unit_square: float = 0.0
+    """Sum of its squares: with the sum it tells whether all had the same."""
     average_square: float = 0.0
     """|gbar|² of the last average that arrived; from rank 0."""
     error: float = 0.0
@@ -75,10 +79,13 @@ class TallyExchange:
         return self._communicator.allreduce(self._input, self._output, op="sum", lane="urgent", tag=tags.TALLY)
 
     def read(self) -> tuple[Tally, list[bool], bool]:
-        """The sum over all ranks, which parameters any rank used, and whether all ranks train the same ones; after the
-        work is done.
+        """The sum over all ranks, which parameters any rank used, and whether all ranks that had data train the same
+        ones, with the same unit; after the work is done.
         """
         values = self._output.tolist()
+        tally = Tally(*values[: len(_FIELDS)])
         counts = [divmod(count, _TRAINED) for count in values[len(_FIELDS) :]]
-        alike = all(trained in (0, self.size) for trained, _ in counts)
-        return Tally(*values[: len(_FIELDS)]), [used > 0 for _, used in counts], alike
+        alike = all(trained in (0, tally.active) for trained, _ in counts)
+        # Equal in the inequality of Cauchy and Schwarz only if all units are. (Not so for a NaN, either.)
+        same_unit = abs(tally.active * tally.unit_square - tally.unit**2) <= 1e-9 * tally.unit**2
+        return tally, [used > 0 for _, used in counts], alike and same_unit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -97,11 +97,21 @@ class BaseWeights:
         return self._weights
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        lending = None if module.training else self.lend()
+        if module.training:
+            self._forwards.append(None)
+        else:
+            self._lend_to_forward()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        lending = self._forwards.pop()
+        if lending is not None:
+            self._take_back(lending)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled module's hooks are compiled with it
+    def _lend_to_forward(self) -> None:
+        lending = self.lend()
         # Before anything can fail: _after_forward is called even then.
         self._forwards.append(lending)
-        if lending is None:
-            return
         lending.__enter__()
         if self._lent and torch.is_grad_enabled() and not self._warned:
             self._warned = True
@@ -111,10 +121,9 @@ class BaseWeights:
                 "leave the module itself in training mode and call eval() on its submodules."
             )
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        lending = self._forwards.pop()
-        if lending is not None:
-            lending.__exit__(None, None, None)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _take_back(self, lending: AbstractContextManager[None]) -> None:
+        lending.__exit__(None, None, None)
 
     def _replace(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """state_dict(): base weights instead of forward weights."""

@@ -36,8 +36,8 @@ def flat(tensors: Any) -> Tensor:
     return torch.cat([t.detach().flatten() for t in tensors])
 
 
-def hooked(**options: Any) -> tuple[DistributedDataParallel, mdas.DDPState]:
-    model = DistributedDataParallel(net(), bucket_cap_mb=0.002)
+def hooked(*, static_graph: bool = False, **options: Any) -> tuple[DistributedDataParallel, mdas.DDPState]:
+    model = DistributedDataParallel(net(), bucket_cap_mb=0.002, static_graph=static_graph)
     state = mdas.DDPState(model, **{"warmup_steps": WARMUP, **options})
     model.register_comm_hook(state, mdas.ddp_hook)
     return model, state
@@ -84,6 +84,7 @@ def scenes(backend: str, communicator: str | None) -> dict[str, Any]:
         # More than the gradients have: they are sent whole, and predicted exactly.
         "whole sketch": {"sketch_rank": 64},
         "sketch": {},
+        "static": {"predict": "history", "static_graph": True},
     }.items():
         model, state = hooked(communicator=communicator, **options)
         result[name] = train(model, state, rank)

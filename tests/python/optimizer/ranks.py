@@ -75,6 +75,7 @@ class FakeCommunicator:
         self._network = network
         self.rank = rank
         self.size = network.size
+        self.ranks = range(network.size)
         self._next = {"bulk": 0, "urgent": 0, "second": 0}
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """What is left to do after a step that failed: look, save, close."""
 
 import logging
+import math
 import threading
 import warnings
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from ranks import DEADLINE, FakeNetwork, on_core_ranks, on_ranks
 
-from mdas.errors import MismatchError, PeerLostError
+from mdas.errors import MismatchError, NonFiniteError, PeerLostError
 from training import base, batch, both_exchanges, flat, loss, mlp, train, wrapped
 
 pytestmark = pytest.mark.timeout(90)
@@ -274,3 +275,23 @@ def test_checking_changes_nothing():
         return all(torch.equal(weights[0], other) for other in weights[1:])
 
     assert on_core_ranks(2, body) == [True, True]
+
+
+def test_errors_call_ranks_what_the_job_calls_them():
+    def body(communicator):
+        communicator.ranks = (4, 7)
+        own = communicator.rank
+        model = mlp(own)
+        options = {"schedule": "sync", "nan_check": "raise"}
+        with pytest.raises(MismatchError, match=r"rank 4 has .*bucket_mb=0\.001.* but rank 7 has .*bucket_mb=2"):
+            wrapped(model, communicator, **options, bucket_mb=[0.001, 2][own])
+        optimizer = wrapped(model, communicator, **options)
+        with torch.no_grad():
+            model[0].weight[0, 0] += own
+        with pytest.raises(MismatchError, match=r"of ranks \[7\] differ"):
+            optimizer.check_weights()
+        (loss(model, 0, own) * [1, math.nan][own]).backward()
+        with pytest.raises(NonFiniteError, match="on rank 7 has a NaN"):
+            optimizer.step()
+
+    on_ranks(2, body)

@@ -250,9 +250,34 @@ def test_a_deterministic_run_is_resumed_in_the_same_circumstances_only(monkeypat
         on_ranks(2, resumed(bucket_mb=1.0))
     with pytest.raises(InvalidArgumentError, match="ranks: 2 then, 3 now"):
         on_ranks(3, resumed())
+    for options, change in {
+        "predict": ({"predict": "none"}, "predict: 'sketch' then, 'none' now; sketch_rank: 4 then, None now"),
+        "sketch_rank": ({"sketch_rank": 2}, "sketch_rank: 4 then, 2 now"),
+        "warmup": ({"warmup_steps": 7}, "warmup_steps: 0 then, 7 now"),
+        "schedule": ({"schedule": "sync"}, "schedule: 'delayed' then, 'sync' now"),
+        "max_norm": ({"max_norm": 2.0}, "max_norm: None then, 2.0 now"),
+    }.values():
+        with pytest.raises(InvalidArgumentError, match=change):
+            on_ranks(2, resumed(**options))
     plain = {key: value for key, value in saved.items() if key != "mdas"}
     saved = plain
     with pytest.raises(InvalidArgumentError, match="the file does not tell how it was made"):
         on_ranks(2, resumed())
     monkeypatch.setenv("MDAS_DETERMINISTIC", "0")
     assert on_ranks(2, resumed(bucket_mb=1.0)) == [0, 0]
+
+
+def test_another_ranks_forward_weights_are_no_deterministic_resume(monkeypatch):
+    def body(communicator, saved=None):
+        model = mlp()
+        optimizer = wrapped(model, communicator, predict="blend", warmup_steps=1)
+        if saved is not None:
+            optimizer.load_state_dict(copy.deepcopy(saved[communicator.rank]))
+        train(optimizer, model, range(3), communicator.rank)
+        return optimizer.state_dict()
+
+    saved = on_ranks(2, body)
+    monkeypatch.setenv("MDAS_DETERMINISTIC", "1")
+    on_ranks(2, lambda communicator: body(communicator, saved))
+    with pytest.raises(InvalidArgumentError, match="rank whose forward weights they are: 0 then, 1 now"):
+        on_ranks(2, lambda communicator: body(communicator, [saved[0], saved[0]]))

@@ -9,7 +9,8 @@ from ranks import on_core_ranks, on_ranks
 from torch import nn
 
 import mdas
-from mdas.errors import InvalidArgumentError, MismatchError
+from mdas.communicator import AloneCommunicator
+from mdas.errors import ConfigurationError, InvalidArgumentError, MismatchError
 from mdas.optimizer import DistributedOptimizer
 from training import base, batch, built, flat, mlp, sgd, train, wrapped
 
@@ -270,3 +271,9 @@ def test_in_the_world_and_in_a_group():
 def test_without_init_it_says_what_to_call():
     with pytest.raises(mdas.NotInitializedError, match=r"mdas.init\(\)"):
         DistributedOptimizer(sgd(model := mlp()), model)
+
+
+def test_a_deterministic_that_makes_no_sense_is_told_at_once(monkeypatch):
+    monkeypatch.setenv("MDAS_DETERMINISTIC", "yes")
+    with pytest.raises(ConfigurationError, match="MDAS_DETERMINISTIC"):
+        wrapped(mlp(), AloneCommunicator())

@@ -71,10 +71,11 @@ def test_training(backend: str, communicator: str | None) -> None:
     ours, theirs = (
         result.value for result in run(RANKS, ddp_ranks.scenes, backend, communicator, timeout=150, env=env)
     )
-    for name in ("none", "history", "whole sketch", "sketch", "last_synchronous", "accumulate", "poison"):
+    for name in ("none", "history", "whole sketch", "sketch", "static", "last_synchronous", "accumulate", "poison"):
         assert ours[name] == theirs[name], f"{name}: the weights of the ranks have parted"
     close(ours["none"], reference("none"))
     close(ours["history"], reference("history"))
+    close(ours["static"], reference("history"))
     close(ours["last_synchronous"], reference("history", last_synchronous=True))
     close(ours["accumulate"], reference("history", accumulate=True))
     close(ours["poison"], reference("history", poison=5))
@@ -152,5 +153,18 @@ def test_misuse_is_explained(alone: None) -> None:
         mdas.DDPState(model, communicator=_TwoRanks())
 
 
+def test_a_static_graph_is_divided_anew_later(alone: None) -> None:
+    with pytest.raises(mdas.InvalidArgumentError, match=r"at least 3, .* anew after 2 backward passes"):
+        mdas.DDPState(DistributedDataParallel(net(), static_graph=True), warmup_steps=2)
+
+
+def test_the_state_of_another_model_is_refused(alone: None) -> None:
+    model, other = DistributedDataParallel(net()), DistributedDataParallel(net())
+    model.register_comm_hook(mdas.DDPState(other), mdas.ddp_hook)
+    with pytest.raises(RuntimeError, match="another model than the one that this DDPState was made for"):
+        loss(model, 0, 0).backward()
+
+
 class _TwoRanks(AloneCommunicator):
     size = 2
+    ranks = (0, 1)

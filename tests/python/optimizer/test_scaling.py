@@ -8,6 +8,7 @@ import torch
 from ranks import on_core_ranks, on_ranks
 
 import mdas
+from mdas.errors import MismatchError
 from training import base, batch, both_exchanges, exchanged, loss, mlp, train, wrapped
 
 MODES = {
@@ -97,6 +98,24 @@ def test_what_would_go_wrong_is_refused():
         train(optimizer, model, range(2), communicator.rank)
 
     on_ranks(2, body)
+
+
+@pytest.mark.parametrize("mode", ["sync", "sketch"])
+def test_different_scales_are_a_mismatch(mode):
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, **MODES[mode])
+        scaler = mdas.GradScaler("cpu", init_scale=[8.0, 4.0, 8.0][communicator.rank])
+        with pytest.raises(MismatchError) as error:
+            for step in range(3):
+                scaler.scale(loss(model, step, communicator.rank)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return str(error.value)
+
+    for message in on_core_ranks(3, body):
+        assert "rank 0 has a loss multiplied by 8 in step 0, but rank 1 has a loss multiplied by 4 in step 0" in message
+        assert "a mdas.GradScaler with the same options and the same state on all ranks" in message
 
 
 def test_a_plain_optimizer_is_served_as_by_torch():

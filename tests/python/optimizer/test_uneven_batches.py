@@ -5,7 +5,7 @@ import torch
 from ranks import on_core_ranks, on_ranks
 
 import mdas
-from mdas.errors import InvalidArgumentError
+from mdas.errors import InvalidArgumentError, MismatchError
 from training import base, both_exchanges, exchanged, loss, mlp, sgd, train, wrapped
 
 BATCHES = (3, 9, 6)
@@ -83,6 +83,67 @@ def test_ranks_that_were_done_early_get_the_hyper_parameters_of_the_last():
     out = on_core_ranks(3, body)
     assert [lr for lr, _ in out] == [pytest.approx(0.05 * 0.5**9)] * 3
     assert all(torch.equal(weights, out[0][1]) for _, weights in out)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "sync"}, {"predict": "sketch", "warmup_steps": 2}])
+def test_ranks_that_were_done_early_get_the_loss_scale_of_the_last(options):
+    """And go on with it, the weights' bits compared after every step."""
+
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, check_every=1, **options)
+        scaler = mdas.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+
+        def steps(numbers):
+            for step in numbers:
+                optimizer.zero_grad()
+                scaler.scale(loss(model, step, communicator.rank)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+        with mdas.join(optimizer):
+            steps(range(BATCHES[communicator.rank]))
+        joined = scaler.get_scale()
+        steps(range(20, 26))
+        return joined, scaler.get_scale(), base(model, optimizer)
+
+    out = on_core_ranks(3, body)
+    assert [(joined, last) for joined, last, _ in out] == [(32.0, 128.0)] * 3
+    assert all(torch.equal(weights, out[0][2]) for _, _, weights in out)
+
+
+def test_ranks_without_data_have_no_say_in_what_is_trained():
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator)
+        with mdas.join(optimizer):
+            for step in range(BATCHES[communicator.rank]):
+                model[0].weight.requires_grad_(step < 4)  # rank 0 never comes here
+                optimizer.zero_grad()
+                loss(model, step, communicator.rank).backward()
+                optimizer.step()
+        return base(model, optimizer)
+
+    out = on_core_ranks(3, body)
+    assert all(torch.equal(weights, out[0]) for weights in out)
+
+
+def test_ranks_without_data_are_not_compared():
+    """They have not heard of the learning rate's changes."""
+
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, predict="sketch", check_every=1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        with mdas.join(optimizer):
+            train(optimizer, model, range(BATCHES[communicator.rank]), communicator.rank, scheduler=scheduler)
+        if communicator.rank == 1:
+            with torch.no_grad():
+                optimizer._pipeline.base.flats[0][0] += 1
+        with pytest.raises(MismatchError, match=r"base weights of ranks \[1\] differ"):
+            train(optimizer, model, range(20, 24), communicator.rank)
+
+    on_core_ranks(3, body)
 
 
 def test_without_an_optimizer_it_says_so(monkeypatch):

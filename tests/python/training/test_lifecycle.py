@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,54 @@ def compiled(backend: str) -> dict[str, list[float]]:
             optimizer.close()
             weights[f"{name}, {compile_it}"] = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
     return weights
+
+
+def evaluated(whole: bool) -> tuple[list[list[float]], list[str], list[str]]:
+    """What a compiled module computes in evaluation mode before and after training, beside what it should; what was
+    compiled meanwhile; and the warnings.
+    """
+    import mdas
+
+    mdas.init(timeout=60)
+    model = small_net()
+    optimizer = mdas.DistributedOptimizer(inner(model, "momentum"), model, **OPTIONS)  # type: ignore[arg-type]
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        graphs.append(str(graph.code))
+        return graph.forward
+
+    if whole:
+        model.compile(backend=backend)
+        compiled: nn.Module = model
+    else:
+        compiled = torch.compile(model, backend=backend)
+    x, outputs = batch(0, 0)[0], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            train(compiled, optimizer, mdas.rank(), steps=3)
+            model.eval()
+            with torch.no_grad():
+                outputs.append(compiled(x).flatten().tolist())
+                with optimizer.base_weights():
+                    outputs.append(model._call_impl(x).flatten().tolist())  # type: ignore[no-untyped-call]
+            model.train()
+    optimizer.close()
+    return outputs, graphs, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_model_sees_base_weights_in_evaluation(whole: bool) -> None:
+    """And nothing of ours is compiled with it."""
+    for result in run(2, evaluated, whole, timeout=110):
+        (first, wanted, second, wanted_later), graphs, told = result.value
+        assert (first, second) == (wanted, wanted_later)
+        assert first != second
+        assert not [message for message in told if "mdas" in message or "Dynamo" in message], told
+        assert "recompile_limit" not in result.stderr
+        assert 1 <= len(graphs) <= 4
 
 
 @pytest.mark.timeout(240)
