@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mdas.optimizer.buckets import Layout, Vector
 from mdas.optimizer.hooks import Collector
 from mdas.optimizer.pipeline import Pipeline
-from mdas.optimizer.shards import like
+from mdas.optimizer.shards import like, sharded
 from mdas.optimizer.update import weights_in
 
 logger = logging.getLogger("mdas.optimizer")
@@ -137,7 +137,8 @@ class BaseWeights:
             key, view = prefix + name, views.get(id(parameter))
             if view is not None and key in state:
                 kept_vars = isinstance(state[key], nn.Parameter)
-                value = like(view, parameter)
+                # torch.save cannot take several DTensors whose parts lie in one storage, as these views do.
+                value = like(view.clone() if sharded(parameter) else view, parameter)
                 state[key] = nn.Parameter(value, parameter.requires_grad) if kept_vars else value
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import torch
@@ -60,6 +61,14 @@ def whole(tensors: Any) -> list[float]:
     return numbers
 
 
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    read: dict[str, Any] = torch.load(file, weights_only=True)
+    return read
+
+
 def tensor_parallel(communicator: str, port: str) -> dict[str, Any]:
     import os
 
@@ -86,7 +95,7 @@ def tensor_parallel(communicator: str, port: str) -> dict[str, Any]:
                 with torch.no_grad():
                     loss(model, step, rank)
                 model.train()
-                saved, model_state = optimizer.state_dict(), model.state_dict()
+                saved, model_state = through_a_file(optimizer.state_dict()), through_a_file(model.state_dict())
                 optimizer.load_state_dict(saved)
                 if name == "history":
                     model.load_state_dict(model_state)
