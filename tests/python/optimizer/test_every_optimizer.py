@@ -6,7 +6,7 @@ from ranks import on_ranks
 from test_training_loop import check
 from torch.optim import lr_scheduler
 
-from training import mlp, wrapped
+from training import exchanged, mlp, wrapped
 
 OPTIMIZERS = {
     "ASGD": {"lr": 0.05},
@@ -76,13 +76,13 @@ def test_none_is_forgotten():
     assert schedulers == SCHEDULERS.keys() | BY_METRIC
 
 
-@pytest.mark.parametrize("mode", ["sync", "none", "history"])
+@exchanged("mode", ["sync", "none", "history"], ["history"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name, mode):
     check(mode, make=make(name), steps=7, build=only_matrices if name == "Muon" else mlp)
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
+@exchanged("name", SCHEDULERS, SCHEDULERS)
 def test_schedulers(name):
     check("none", make_scheduler=SCHEDULERS[name], steps=9)
 
