@@ -4,6 +4,7 @@
 //! - `Inline`: a message short enough to need no grant; its sender spends credit, which the receiver
 //!   returns with `Credit` once the message has been consumed.
 //! - `Abort`: the group is broken; everybody raises the same error.
+//! - `Stopped`: no more writes are made in a broken group. How many there were tells when the last has arrived.
 //! - `Query` / `Answer`: how far are you? Asked before a warning and before a deadline.
 
 use super::call::{Fingerprint, GroupId};
@@ -69,6 +70,13 @@ pub enum Frame {
         /// Why; not comparable, so boxed as words and kind.
         reason: Reason,
     },
+    /// The group is broken, and the sender's last write in it has been made.
+    Stopped {
+        /// Group.
+        group: GroupId,
+        /// Writes to the frame's receiver since the group was made.
+        writes: u64,
+    },
     /// How far are you?
     Query {
         /// Operation that the asker waits for.
@@ -86,11 +94,11 @@ pub enum Frame {
 /// An error that travels.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Reason {
-    /// 0 mismatch, 1 peer lost, 2 timeout, 3 other.
+    /// 0 mismatch, 1 peer lost, 2 timeout, 3 given up.
     pub kind: u8,
-    /// Rank that is to blame.
+    /// Rank that called something else, or is lost.
     pub peer: u32,
-    /// Rank that noticed.
+    /// Rank that noticed a mismatch, or that gave up.
     pub rank: u32,
     /// Milliseconds waited and allowed (timeouts).
     pub millis: (u64, u64),
@@ -116,8 +124,12 @@ impl From<&Error> for Reason {
                 millis: (waited.as_millis() as u64, timeout.as_millis() as u64),
                 ..reason(2, 0, 0, [operation, detail, ""])
             },
+            Error::GivenUp { operation, rank, cause } => reason(3, 0, *rank, [operation, cause, ""]),
             Error::Broken { cause, .. } => Reason::from(cause.as_ref()),
-            other => reason(3, 0, 0, ["", &other.to_string(), ""]),
+            // `Error::given_up` makes one of the above of them, before a group breaks.
+            Error::Invalid(_) | Error::Configuration(_) | Error::Closed(_) | Error::System { .. } => {
+                reason(3, 0, u32::MAX as usize, ["an operation", &error.to_string(), ""])
+            }
         }
     }
 }
@@ -145,7 +157,8 @@ impl Reason {
                 timeout: Duration::from_millis(self.millis.1),
                 detail: format!("{first} (reported by rank {from})"),
             },
-            _ => Error::PeerLost { operation, peer: from, cause: first },
+            _ if self.rank == u32::MAX => Error::GivenUp { operation, rank: from, cause: first },
+            _ => Error::GivenUp { operation, rank: self.rank as usize, cause: first },
         }
     }
 }
@@ -277,6 +290,11 @@ impl Frame {
                 w.op(*op);
                 w.u64(*called);
             }
+            Frame::Stopped { group, writes } => {
+                w.u8(6);
+                w.u32(group.0);
+                w.u64(*writes);
+            }
         }
         w.0
     }
@@ -309,6 +327,7 @@ impl Frame {
             },
             4 => Frame::Query { op: r.op()? },
             5 => Frame::Answer { op: r.op()?, called: r.u64()? },
+            6 => Frame::Stopped { group: GroupId(r.u32()?), writes: r.u64()? },
             _ => return None,
         };
         r.0.is_empty().then_some(frame)
@@ -355,6 +374,7 @@ mod tests {
             (any::<u32>(), reason).prop_map(|(group, reason)| Frame::Abort { group: GroupId(group), reason }),
             op().prop_map(|op| Frame::Query { op }),
             (op(), any::<u64>()).prop_map(|(op, called)| Frame::Answer { op, called }),
+            any::<(u32, u64)>().prop_map(|(group, writes)| Frame::Stopped { group: GroupId(group), writes }),
         ]
     }
 
