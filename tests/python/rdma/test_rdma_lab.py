@@ -18,7 +18,8 @@ pytestmark = pytest.mark.timeout(2700)
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 SCENARIOS = ["exactness", "mixed", "rails", "device_tests", "foreign_peer"]
-SCENARIOS += ["zero_copy", "forks", "loss", "killed", "link_down", "port_flaps", "memlock", "doctor", "training"]
+SCENARIOS += ["zero_copy", "broken_groups", "broken_groups_of_three", "forks", "loss", "killed", "link_down"]
+SCENARIOS += ["port_flaps", "memlock", "doctor", "training"]
 NOTHING = {"completion_queues": 0, "contexts": 0, "memory_regions": 0, "protection_domains": 0, "queue_pairs": 0}
 
 
@@ -122,6 +123,15 @@ def test_a_program_over_pyverbs_writes_to_the_transport_and_is_written_to(lab):
 
 def test_a_registered_bucket_is_never_copied(lab):
     assert lab("zero_copy") == [{"copied": 0}, {"copied": 0}]
+
+
+def test_a_group_that_breaks_in_mid_flight_costs_no_connection(lab):
+    for scenario, turns in (("broken_groups", 24), ("broken_groups_of_three", 12)):
+        for host in lab(scenario):
+            assert host["kinds"] == (["MismatchError"] * 3 + ["CollectiveTimeoutError"]) * (turns // 4)
+            assert host["exact"]
+            assert host["untouched"]
+            assert host["left"]["verbs"] == NOTHING
 
 
 def test_forked_children_live_and_are_told_that_mdas_stayed_behind(lab):

@@ -118,8 +118,7 @@ impl Driver {
         let wait = if self.busy() { wait.min(Duration::from_millis(25)) } else { wait };
         let mut events = std::mem::take(&mut self.events);
         if let Err(error) = self.wires.transport.poll(wait, &mut events) {
-            let operation = "the transport failed".into();
-            self.break_all(&error.given_up(operation, self.config.rank), true);
+            self.break_all(&error.given_up("all operations".into(), self.config.rank), true);
         }
         for event in events.drain(..) {
             self.handle(event);

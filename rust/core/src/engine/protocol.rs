@@ -106,8 +106,9 @@ pub struct Reason {
     pub texts: [String; 3],
 }
 
-impl From<&Error> for Reason {
-    fn from(error: &Error) -> Self {
+impl Reason {
+    /// What `own_rank` tells the others of an error.
+    pub fn new(error: &Error, own_rank: usize) -> Self {
         let reason = |kind, peer: usize, rank: usize, texts: [&str; 3]| Reason {
             kind,
             peer: peer as u32,
@@ -125,16 +126,14 @@ impl From<&Error> for Reason {
                 ..reason(2, 0, 0, [operation, detail, ""])
             },
             Error::GivenUp { operation, rank, cause } => reason(3, 0, *rank, [operation, cause, ""]),
-            Error::Broken { cause, .. } => Reason::from(cause.as_ref()),
-            // `Error::given_up` makes one of the above of them, before a group breaks.
+            Error::Broken { cause, .. } => Reason::new(cause, own_rank),
+            // What `Error::given_up` has put together with its operation is one of the above.
             Error::Invalid(_) | Error::Configuration(_) | Error::Closed(_) | Error::System { .. } => {
-                reason(3, 0, u32::MAX as usize, ["an operation", &error.to_string(), ""])
+                reason(3, 0, own_rank, ["all operations", &error.to_string(), ""])
             }
         }
     }
-}
 
-impl Reason {
     /// The error that the receiver raises.
     pub fn into_error(self, from: usize) -> Error {
         let [operation, first, second] = self.texts;
@@ -157,7 +156,6 @@ impl Reason {
                 timeout: Duration::from_millis(self.millis.1),
                 detail: format!("{first} (reported by rank {from})"),
             },
-            _ if self.rank == u32::MAX => Error::GivenUp { operation, rank: from, cause: first },
             _ => Error::GivenUp { operation, rank: self.rank as usize, cause: first },
         }
     }

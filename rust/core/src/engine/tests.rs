@@ -6,6 +6,8 @@ use mdas_kernels::{DType, ReduceOp};
 use std::collections::HashMap;
 use std::time::Instant;
 
+mod breaking;
+
 const LIMIT: Duration = Duration::from_secs(30);
 
 fn engines(size: usize, timeout: Duration) -> Vec<Arc<Engine>> {

@@ -47,7 +47,7 @@ impl Driver {
         self.discard_early(id);
         for &peer in ranks.iter().filter(|&&peer| peer != self.config.rank) {
             if tell {
-                self.wires.say(peer, &Frame::Abort { group: id, reason: Reason::from(error) });
+                self.wires.say(peer, &Frame::Abort { group: id, reason: Reason::new(error, self.config.rank) });
             }
             self.wires.say_stopped(id, peer);
         }
