@@ -109,7 +109,7 @@ def test_the_transport_by_itself_on_the_device(lab):
     for result in lab("device_tests"):
         assert result["status"] == 0, result["text"]
         (passed,) = re.findall(r"test result: ok\. (\d+) passed; 0 failed; 0 ignored", result["text"])
-        assert int(passed) == 5
+        assert int(passed) == 6
 
 
 def test_a_program_over_pyverbs_writes_to_the_transport_and_is_written_to(lab):
