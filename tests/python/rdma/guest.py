@@ -263,7 +263,8 @@ def breaks(rank: int, size: int) -> Result:
     os.environ.update(
         {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": str(PORT)}
     )
-    os.environ.update(local)
+    # Of two ranks on one host each would take another device, and those do not reach each other.
+    os.environ.update(local | {"MDAS_IB_DEVICE": "rxe0"})
     mdas.init(transport="verbs", timeout=60.0)
     everybody = list(range(size))
     other = mdas.new_group(everybody)
@@ -389,6 +390,39 @@ def killed() -> Result:
         out["again"] = float(mdas.allreduce(np.ones(100_000, "float32"))[-1])
     out["after"] = left()
     return out
+
+
+@scenario
+def stopped() -> Result:
+    """Rank 1 is stopped in the middle of allreduces, and so can neither write on nor say that it will not."""
+    import numpy as np
+
+    from mdas.errors import Error
+
+    values = np.ones(2_000_000, "float32")
+    out = Result()
+    if HOST == 1:
+        child = os.fork()
+        if child == 0:
+            with job("verbs") as mdas:
+                mdas.allreduce(values)
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+                while True:
+                    mdas.allreduce(values)
+        os.waitpid(child, os.WUNTRACED)
+        time.sleep(10)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    else:
+        with job("verbs", timeout=3.0) as mdas:
+            mdas.allreduce(values)
+            try:
+                while True:
+                    before = time.monotonic()
+                    mdas.allreduce(values)
+            except Error as error:
+                out = {"error": str(error), "kind": type(error).__name__, "seconds": time.monotonic() - before}
+    return out | {"left": left()}
 
 
 @scenario

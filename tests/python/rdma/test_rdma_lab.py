@@ -18,8 +18,8 @@ pytestmark = pytest.mark.timeout(2700)
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 SCENARIOS = ["exactness", "mixed", "rails", "device_tests", "foreign_peer"]
-SCENARIOS += ["zero_copy", "broken_groups", "broken_groups_of_three", "forks", "loss", "killed", "link_down"]
-SCENARIOS += ["port_flaps", "memlock", "doctor", "training"]
+SCENARIOS += ["zero_copy", "broken_groups", "broken_groups_of_three", "forks", "loss", "killed"]
+SCENARIOS += ["stopped", "link_down", "port_flaps", "memlock", "doctor", "training"]
 NOTHING = {"completion_queues": 0, "contexts": 0, "memory_regions": 0, "protection_domains": 0, "queue_pairs": 0}
 
 
@@ -153,6 +153,14 @@ def test_a_killed_peer_is_lost_at_once_and_a_new_job_works(lab):
         assert host["after"]["verbs"] == NOTHING
     assert ours["left"]["verbs"] == NOTHING
     assert ours["after"] == ours["left"]
+
+
+def test_a_stopped_peer_is_lost_when_the_timeout_is_over_without_waiting_for_it_to_let_go(lab):
+    ours, theirs = lab("stopped")
+    assert ours["kind"] == "PeerLostError"
+    assert "lost rank 1: it gave no sign of life" in ours["error"]
+    assert 3 < ours["seconds"] < 5.5  # 6 if it were waited for as one that answers
+    assert ours["left"]["verbs"] == theirs["left"]["verbs"] == NOTHING
 
 
 def test_a_link_that_goes_down_is_an_error_on_both_sides_and_a_new_job_works(lab):

@@ -122,7 +122,7 @@ impl Driver {
                 let state = &self.wires.peers[peer];
                 let still = now.duration_since(state.moved.map_or(*since, |moved| moved.max(*since)));
                 let silent = state.asked.is_some_and(|asked| now.duration_since(asked) > SILENCE);
-                if still > GRACE || silent {
+                if state.gone.is_none() && (still > GRACE || silent) {
                     late.entry(peer).or_insert_with(|| (exec.describe(), still));
                 }
             }
