@@ -376,6 +376,39 @@ mod tests {
         ]
     }
 
+    #[test]
+    fn an_error_names_the_same_operation_rank_and_cause_at_the_other_end() {
+        let operation = || "allreduce(sum, 9 x float32) #3".to_owned();
+        let (waited, timeout) = (Duration::from_millis(1500), Duration::from_millis(1200));
+        let told = |error: &Error| Reason::new(error, 4).into_error(4).to_string();
+        for error in [
+            Error::Mismatch { operation: operation(), rank: 4, ours: "this".into(), peer: 2, theirs: "that".into() },
+            Error::GivenUp { operation: operation(), rank: 1, cause: "no memory".into() },
+        ] {
+            assert_eq!(told(&error), error.to_string());
+        }
+        for error in [
+            Error::PeerLost { operation: operation(), peer: 2, cause: "connection closed".into() },
+            Error::Timeout { operation: operation(), waited, timeout, detail: "rank 2 is late".into() },
+        ] {
+            assert_eq!(told(&error), format!("{error} (reported by rank 4)"));
+            let broken = Error::Broken { operation: "another".into(), cause: Box::new(error.clone()) };
+            assert_eq!(told(&broken), told(&error));
+        }
+        // A reason that lies with one rank is no sign that this rank is lost, whatever it is.
+        for error in [
+            Error::Invalid("not registered".into()),
+            Error::Configuration("too few".into()),
+            Error::Closed("over".into()),
+            Error::system("ibv_reg_mr", "cannot allocate memory"),
+        ] {
+            let given_up = error.clone().given_up(operation(), 4);
+            assert_eq!(given_up.to_string(), format!("{}: rank 4 gave it up: {error}", operation()));
+            assert_eq!(told(&given_up), given_up.to_string());
+            assert_eq!(told(&error), format!("all operations: rank 4 gave it up: {error}"));
+        }
+    }
+
     proptest! {
         #[test]
         fn every_frame_survives_the_wire(frame in frame()) {
