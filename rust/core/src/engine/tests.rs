@@ -7,6 +7,7 @@ use std::collections::HashMap;
 use std::time::Instant;
 
 mod breaking;
+mod device;
 
 const LIMIT: Duration = Duration::from_secs(30);
 
