@@ -64,6 +64,16 @@ pub enum Error {
         /// Which ranks are late.
         detail: String,
     },
+    /// A rank, this one or another, could not go on with an operation, for a reason of its own.
+    #[error("{operation}: rank {rank} gave it up: {cause}")]
+    GivenUp {
+        /// Operation with group, lane and sequence number.
+        operation: String,
+        /// World rank that gave up.
+        rank: usize,
+        /// What went wrong there.
+        cause: String,
+    },
     /// The group was already broken by an earlier error.
     #[error("{operation}: the group is unusable since an earlier error: {cause}")]
     Broken {
@@ -90,10 +100,23 @@ impl Error {
     pub fn scope(&self) -> Scope {
         match self {
             Error::Invalid(_) => Scope::Operation,
-            Error::Mismatch { .. } | Error::PeerLost { .. } | Error::Timeout { .. } | Error::Broken { .. } => {
-                Scope::Group
-            }
+            Error::Mismatch { .. }
+            | Error::PeerLost { .. }
+            | Error::Timeout { .. }
+            | Error::GivenUp { .. }
+            | Error::Broken { .. } => Scope::Group,
             Error::Configuration(_) | Error::Closed(_) | Error::System { .. } => Scope::Job,
+        }
+    }
+
+    /// What is told to all ranks of a group that this error breaks: a reason that lies with `rank` alone is put together
+    /// with the operation and the rank.
+    pub fn given_up(self, operation: String, rank: usize) -> Self {
+        match self {
+            Error::Invalid(_) | Error::Configuration(_) | Error::Closed(_) | Error::System { .. } => {
+                Error::GivenUp { operation, rank, cause: self.to_string() }
+            }
+            told => told,
         }
     }
 

@@ -120,7 +120,7 @@ fn class_of(error: &Error) -> Class {
         Error::Timeout { .. } => Class::Timeout,
         Error::Broken { cause, .. } => class_of(cause),
         Error::Closed(_) => Class::Closed,
-        Error::System { .. } => Class::Error,
+        Error::System { .. } | Error::GivenUp { .. } => Class::Error,
     }
 }
 

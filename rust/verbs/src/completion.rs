@@ -220,8 +220,8 @@ pub fn explain(status: i32) -> String {
              do not reach each other (MDAS_IB_GID_INDEX; firewall for UDP port 4791)"
         }
         sys::WC_RNR_RETRY_EXC_ERR => "the peer takes nothing more in",
-        sys::WC_REM_ACCESS_ERR => "the peer has taken the memory back: it had given up the operation",
-        sys::WC_LOC_PROT_ERR => "memory of this process is not registered any more: the operation had been given up",
+        sys::WC_REM_ACCESS_ERR => "the peer's memory is not registered any more",
+        sys::WC_LOC_PROT_ERR => "memory of this process is not registered any more",
         _ => return words,
     };
     format!("{words}: {hint}")

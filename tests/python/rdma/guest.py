@@ -235,6 +235,76 @@ def mixed_rank(rank: int, shares: bool) -> Result:
 
 
 @scenario
+def broken_groups() -> Result:
+    """Groups of two ranks that break while MiBs are in flight in both directions."""
+    return breaks(HOST, 2) | {"left": left()}
+
+
+@scenario
+def broken_groups_of_three() -> Result:
+    """The same with a third rank, on host 1."""
+    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import guest; guest.breaks(2, 3)"
+    third = subprocess.Popen([sys.executable, "-c", program]) if HOST == 1 else None
+    out = breaks(HOST, 3)
+    if third is not None and third.wait(60) != 0:
+        raise RuntimeError(f"the third rank ended with {third.returncode}")
+    return out | {"left": left()}
+
+
+def breaks(rank: int, size: int) -> Result:
+    """The same on all ranks: what broke each group, and whether all others went on, and nobody wrote afterwards."""
+    import numpy as np
+
+    import mdas
+    from mdas.errors import Error
+
+    together = (size - 1) if rank > 0 else 1
+    local = {"LOCAL_RANK": str(int(rank == 2)), "LOCAL_WORLD_SIZE": str(together)}
+    os.environ.update(
+        {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": str(PORT)}
+    )
+    # Of two ranks on one host each would take another device, and those do not reach each other.
+    os.environ.update(local | {"MDAS_IB_DEVICE": "rxe0"})
+    mdas.init(transport="verbs", timeout=60.0)
+    everybody = list(range(size))
+    other = mdas.new_group(everybody)
+    kinds: list[str] = []
+    marked, exact = [], True
+    for turn in range(24 if size == 2 else 12):
+        group = mdas.new_group(everybody)
+        timeout = 0.7 if turn % 4 == 3 else None  # then rank 1 calls nothing until the others have given up
+        large = np.ones((400_000, 1_500_000, 60_000)[turn % 3], "float32")
+        odd = np.ones(30_000 + 1000 * (rank == size - 1 and timeout is None), "float32")
+        raised = ""
+        try:
+            if timeout is not None and rank == 1:
+                time.sleep(1.5)
+            works = []
+            for array in (large, large.copy(), odd):
+                works.append(mdas.allreduce(array, group=group, async_op=True, timeout=timeout))
+                marked.append((array, works[-1]))
+                time.sleep(0.02 * (turn % 5) * (1 + rank))
+            for work in works:
+                work.wait(60)
+        except Error as error:
+            raised = type(error).__name__
+        kinds.append(raised)
+        for array, work in marked[-3:]:
+            with contextlib.suppress(Error):
+                work.wait(60)
+            array[:] = -1
+        for usable in (other, None):
+            values = np.arange(50_000, dtype="float32") * (1 + rank)
+            mdas.allreduce(values, group=usable)
+            total = size * (size + 1) // 2
+            exact = exact and np.array_equal(values, np.arange(50_000, dtype="float32") * total)
+    mdas.barrier()
+    untouched = all(bool((array == -1).all()) for array, _ in marked)
+    mdas.shutdown()
+    return {"kinds": kinds, "exact": bool(exact), "untouched": untouched}
+
+
+@scenario
 def forks() -> Result:
     """Children that are forked while a job is up: one calls mdas, one uses the memory that it was given."""
     import numpy as np
@@ -320,6 +390,39 @@ def killed() -> Result:
         out["again"] = float(mdas.allreduce(np.ones(100_000, "float32"))[-1])
     out["after"] = left()
     return out
+
+
+@scenario
+def stopped() -> Result:
+    """Rank 1 is stopped in the middle of allreduces, and so can neither write on nor say that it will not."""
+    import numpy as np
+
+    from mdas.errors import Error
+
+    values = np.ones(2_000_000, "float32")
+    out = Result()
+    if HOST == 1:
+        child = os.fork()
+        if child == 0:
+            with job("verbs") as mdas:
+                mdas.allreduce(values)
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+                while True:
+                    mdas.allreduce(values)
+        os.waitpid(child, os.WUNTRACED)
+        time.sleep(10)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    else:
+        with job("verbs", timeout=3.0) as mdas:
+            mdas.allreduce(values)
+            try:
+                while True:
+                    before = time.monotonic()
+                    mdas.allreduce(values)
+            except Error as error:
+                out = {"error": str(error), "kind": type(error).__name__, "seconds": time.monotonic() - before}
+    return out | {"left": left()}
 
 
 @scenario

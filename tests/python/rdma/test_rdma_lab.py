@@ -18,7 +18,8 @@ pytestmark = pytest.mark.timeout(2700)
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 SCENARIOS = ["exactness", "mixed", "rails", "device_tests", "foreign_peer"]
-SCENARIOS += ["zero_copy", "forks", "loss", "killed", "link_down", "port_flaps", "memlock", "doctor", "training"]
+SCENARIOS += ["zero_copy", "broken_groups", "broken_groups_of_three", "forks", "loss", "killed"]
+SCENARIOS += ["stopped", "link_down", "port_flaps", "memlock", "doctor", "training"]
 NOTHING = {"completion_queues": 0, "contexts": 0, "memory_regions": 0, "protection_domains": 0, "queue_pairs": 0}
 
 
@@ -108,7 +109,7 @@ def test_the_transport_by_itself_on_the_device(lab):
     for result in lab("device_tests"):
         assert result["status"] == 0, result["text"]
         (passed,) = re.findall(r"test result: ok\. (\d+) passed; 0 failed; 0 ignored", result["text"])
-        assert int(passed) == 5
+        assert int(passed) == 6
 
 
 def test_a_program_over_pyverbs_writes_to_the_transport_and_is_written_to(lab):
@@ -122,6 +123,15 @@ def test_a_program_over_pyverbs_writes_to_the_transport_and_is_written_to(lab):
 
 def test_a_registered_bucket_is_never_copied(lab):
     assert lab("zero_copy") == [{"copied": 0}, {"copied": 0}]
+
+
+def test_a_group_that_breaks_in_mid_flight_costs_no_connection(lab):
+    for scenario, turns in (("broken_groups", 24), ("broken_groups_of_three", 12)):
+        for host in lab(scenario):
+            assert host["kinds"] == (["MismatchError"] * 3 + ["CollectiveTimeoutError"]) * (turns // 4)
+            assert host["exact"]
+            assert host["untouched"]
+            assert host["left"]["verbs"] == NOTHING
 
 
 def test_forked_children_live_and_are_told_that_mdas_stayed_behind(lab):
@@ -143,6 +153,14 @@ def test_a_killed_peer_is_lost_at_once_and_a_new_job_works(lab):
         assert host["after"]["verbs"] == NOTHING
     assert ours["left"]["verbs"] == NOTHING
     assert ours["after"] == ours["left"]
+
+
+def test_a_stopped_peer_is_lost_when_the_timeout_is_over_without_waiting_for_it_to_let_go(lab):
+    ours, theirs = lab("stopped")
+    assert ours["kind"] == "PeerLostError"
+    assert "lost rank 1: it gave no sign of life" in ours["error"]
+    assert 3 < ours["seconds"] < 5.5  # 6 if it were waited for as one that answers
+    assert ours["left"]["verbs"] == theirs["left"]["verbs"] == NOTHING
 
 
 def test_a_link_that_goes_down_is_an_error_on_both_sides_and_a_new_job_works(lab):

@@ -2,18 +2,20 @@
 //! Driven by one thread at a time (see `progress`).
 
 mod dispatch;
+mod leaving;
 
 use super::EngineConfig;
 use super::call::{Fingerprint, GroupId};
 use super::exec::{Exec, Order, Recipe};
 use super::inquiry::{Inquiry, Wait};
-use super::protocol::{Frame, OpKey, Reason};
+use super::protocol::{Frame, OpKey};
 use super::wires::Wires;
 use crate::collective::plan::Shape;
 use crate::collective::select;
 use crate::error::Error;
 use crate::transport::{Event, Lane, Transport};
 use dispatch::clash;
+use leaving::Leaving;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -52,6 +54,10 @@ pub struct Driver {
     wires: Wires,
     groups: BTreeMap<GroupId, Group>,
     early: HashMap<OpKey, Vec<(usize, Frame)>>,
+    /// Given up, but not out of use yet.
+    leaving: Vec<Leaving>,
+    /// Groups that others have broken before they were made here.
+    stillborn: HashMap<GroupId, Error>,
     events: Vec<Event>,
     touched: Vec<OpKey>,
     ticked: Instant,
@@ -67,6 +73,8 @@ impl Driver {
             wires,
             groups: BTreeMap::new(),
             early: HashMap::new(),
+            leaving: Vec::new(),
+            stillborn: HashMap::new(),
             events: Vec::new(),
             touched: Vec::new(),
             ticked: Instant::now(),
@@ -79,9 +87,9 @@ impl Driver {
         self.wires.counters
     }
 
-    /// Anything in flight or queued?
+    /// Anything in flight, queued, or being left?
     pub fn busy(&self) -> bool {
-        self.lanes().any(|lane| !lane.active.is_empty() || !lane.queued.is_empty())
+        !self.leaving.is_empty() || self.lanes().any(|lane| !lane.active.is_empty() || !lane.queued.is_empty())
     }
 
     /// Last time that an active operation moved.
@@ -98,7 +106,11 @@ impl Driver {
         for command in commands {
             match command {
                 Command::NewGroup(id, ranks) => {
-                    self.groups.insert(id, Group { ranks, broken: None, lanes: Default::default() });
+                    let broken = self.stillborn.remove(&id);
+                    for &peer in ranks.iter().filter(|&&peer| broken.is_some() && peer != self.config.rank) {
+                        self.wires.say_stopped(id, peer);
+                    }
+                    self.groups.insert(id, Group { ranks, broken, lanes: Default::default() });
                 }
                 Command::Submit(order) => self.submit(*order),
             }
@@ -106,7 +118,7 @@ impl Driver {
         let wait = if self.busy() { wait.min(Duration::from_millis(25)) } else { wait };
         let mut events = std::mem::take(&mut self.events);
         if let Err(error) = self.wires.transport.poll(wait, &mut events) {
-            self.fail_everything(&error);
+            self.break_all(&error.given_up("all operations".into(), self.config.rank), true);
         }
         for event in events.drain(..) {
             self.handle(event);
@@ -116,20 +128,16 @@ impl Driver {
             self.advance(key);
         }
         self.watch();
+        if !self.leaving.is_empty() {
+            self.settle();
+        }
     }
 
     /// Ends everything that is left with `error`, then says goodbye to all.
     pub fn close(&mut self, error: &Error, deadline: Duration) {
-        self.fail_everything(error);
+        self.break_all(error, false);
         self.wires.transport.close(deadline);
-    }
-
-    fn fail_everything(&mut self, error: &Error) {
-        self.failed.get_or_insert_with(|| error.clone());
-        let ids: Vec<_> = self.groups.keys().copied().collect();
-        for id in ids {
-            self.break_group(id, error, false);
-        }
+        self.finish_leaving();
     }
 
     fn submit(&mut self, order: Order) {
@@ -166,7 +174,7 @@ impl Driver {
             }
             let Some(order) = state.queued.pop_front() else { return };
             let key = order.key;
-            let work = order.work.clone();
+            let (work, fingerprint) = (order.work.clone(), order.fingerprint());
             let recipe = recipe(&order, group.ranks.clone(), &self.config, self.wires.transport.chunk_bytes(lane));
             match Exec::new(order, recipe, &mut self.wires) {
                 Ok(mut exec) => {
@@ -174,6 +182,7 @@ impl Driver {
                     state.active.push_back(exec);
                 }
                 Err(error) => {
+                    let error = error.given_up(format!("{fingerprint} {key}"), self.config.rank);
                     work.finish(Err(error.clone()));
                     return self.break_group(id, &error, true);
                 }
@@ -192,8 +201,9 @@ impl Driver {
     }
 
     fn advance(&mut self, key: OpKey) {
+        let rank = self.config.rank;
         let Some((exec, wires)) = self.exec(key) else { return };
-        match exec.advance(wires) {
+        match exec.advance(wires).map_err(|error| error.given_up(exec.describe(), rank)) {
             Ok(false) => {}
             Ok(true) => {
                 wires.counters.operations += 1;
@@ -220,37 +230,6 @@ impl Driver {
         }
     }
 
-    /// All operations of the group end with `error`; the first error stands. `tell`: the other ranks, too.
-    fn break_group(&mut self, id: GroupId, error: &Error, tell: bool) {
-        let Some(group) = self.groups.get_mut(&id) else { return };
-        if group.broken.is_some() {
-            return;
-        }
-        group.broken = Some(error.clone());
-        let ranks = group.ranks.clone();
-        let mut works = Vec::new();
-        for lane in &mut group.lanes {
-            for mut exec in lane.active.drain(..) {
-                exec.abandon(&mut self.wires);
-                works.push(exec.work.clone());
-            }
-            works.extend(lane.queued.drain(..).map(|order| order.work));
-        }
-        let unread: Vec<OpKey> = self.early.keys().filter(|key| key.group == id).copied().collect();
-        for (peer, frame) in unread.iter().filter_map(|key| self.early.remove(key)).flatten().collect::<Vec<_>>() {
-            self.discard(peer, &frame);
-        }
-        if tell {
-            let reason = Reason::from(error);
-            for &peer in ranks.iter().filter(|&&peer| peer != self.config.rank) {
-                self.wires.say(peer, &Frame::Abort { group: id, reason: reason.clone() });
-            }
-        }
-        for work in works {
-            work.finish(Err(error.clone()));
-        }
-    }
-
     /// Deadlines, and the questions and warnings before them.
     fn watch(&mut self) {
         let now = Instant::now();
@@ -274,7 +253,7 @@ impl Driver {
                 {
                     exec.inquiry.asked = Some(now);
                     for &peer in group.ranks.iter().filter(|&&peer| peer != self.config.rank) {
-                        self.wires.say(peer, &Frame::Query { op: exec.key });
+                        self.wires.ask(peer, exec.key);
                     }
                 }
                 let wait = Wait { op: exec.key, ranks: &group.ranks, patience: warn_after, waited, now };
@@ -293,6 +272,7 @@ impl Driver {
         for (id, error) in expired {
             self.break_group(id, &error, true);
         }
+        self.lose_patience(now);
     }
 }
 

@@ -241,18 +241,20 @@ impl Exec {
         Ok(false)
     }
 
-    /// Takes back all memory. Nothing reads or writes it afterwards.
-    pub fn abandon(&mut self, wires: &mut Wires) {
-        wires.withdraw(self.key);
+    /// Makes no more writes, and consumes nothing any more. Its memory may be in use, until [`Wires::release`] says that
+    /// it is not.
+    pub fn stop(&mut self, wires: &mut Wires) {
         wires.cancel(self.key);
-        for (_, buffer) in self.buffers.drain() {
-            wires.recycle(buffer);
-        }
         for ((peer, _), payload) in self.arrived.drain() {
             if let Payload::Inline(_, cost) = payload {
                 wires.consumed(peer, cost);
             }
         }
+    }
+
+    /// The end of an operation that was stopped, and whose memory is not in use.
+    pub fn recycle(self, wires: &mut Wires) {
+        self.buffers.into_values().for_each(|buffer| wires.recycle(buffer));
     }
 
     fn look_ahead(&mut self, wires: &mut Wires) -> Result<()> {

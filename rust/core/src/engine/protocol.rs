@@ -4,6 +4,7 @@
 //! - `Inline`: a message short enough to need no grant; its sender spends credit, which the receiver
 //!   returns with `Credit` once the message has been consumed.
 //! - `Abort`: the group is broken; everybody raises the same error.
+//! - `Stopped`: no more writes are made in a broken group. How many there were tells when the last has arrived.
 //! - `Query` / `Answer`: how far are you? Asked before a warning and before a deadline.
 
 use super::call::{Fingerprint, GroupId};
@@ -69,6 +70,13 @@ pub enum Frame {
         /// Why; not comparable, so boxed as words and kind.
         reason: Reason,
     },
+    /// The group is broken, and the sender's last write in it has been made.
+    Stopped {
+        /// Group.
+        group: GroupId,
+        /// Writes to the frame's receiver since the group was made.
+        writes: u64,
+    },
     /// How far are you?
     Query {
         /// Operation that the asker waits for.
@@ -86,11 +94,11 @@ pub enum Frame {
 /// An error that travels.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Reason {
-    /// 0 mismatch, 1 peer lost, 2 timeout, 3 other.
+    /// 0 mismatch, 1 peer lost, 2 timeout, 3 given up.
     pub kind: u8,
-    /// Rank that is to blame.
+    /// Rank that called something else, or is lost.
     pub peer: u32,
-    /// Rank that noticed.
+    /// Rank that noticed a mismatch, or that gave up.
     pub rank: u32,
     /// Milliseconds waited and allowed (timeouts).
     pub millis: (u64, u64),
@@ -98,8 +106,9 @@ pub struct Reason {
     pub texts: [String; 3],
 }
 
-impl From<&Error> for Reason {
-    fn from(error: &Error) -> Self {
+impl Reason {
+    /// What `own_rank` tells the others of an error.
+    pub fn new(error: &Error, own_rank: usize) -> Self {
         let reason = |kind, peer: usize, rank: usize, texts: [&str; 3]| Reason {
             kind,
             peer: peer as u32,
@@ -116,13 +125,15 @@ impl From<&Error> for Reason {
                 millis: (waited.as_millis() as u64, timeout.as_millis() as u64),
                 ..reason(2, 0, 0, [operation, detail, ""])
             },
-            Error::Broken { cause, .. } => Reason::from(cause.as_ref()),
-            other => reason(3, 0, 0, ["", &other.to_string(), ""]),
+            Error::GivenUp { operation, rank, cause } => reason(3, 0, *rank, [operation, cause, ""]),
+            Error::Broken { cause, .. } => Reason::new(cause, own_rank),
+            // What `Error::given_up` has put together with its operation is one of the above.
+            Error::Invalid(_) | Error::Configuration(_) | Error::Closed(_) | Error::System { .. } => {
+                reason(3, 0, own_rank, ["all operations", &error.to_string(), ""])
+            }
         }
     }
-}
 
-impl Reason {
     /// The error that the receiver raises.
     pub fn into_error(self, from: usize) -> Error {
         let [operation, first, second] = self.texts;
@@ -145,7 +156,7 @@ impl Reason {
                 timeout: Duration::from_millis(self.millis.1),
                 detail: format!("{first} (reported by rank {from})"),
             },
-            _ => Error::PeerLost { operation, peer: from, cause: first },
+            _ => Error::GivenUp { operation, rank: self.rank as usize, cause: first },
         }
     }
 }
@@ -277,6 +288,11 @@ impl Frame {
                 w.op(*op);
                 w.u64(*called);
             }
+            Frame::Stopped { group, writes } => {
+                w.u8(6);
+                w.u32(group.0);
+                w.u64(*writes);
+            }
         }
         w.0
     }
@@ -309,6 +325,7 @@ impl Frame {
             },
             4 => Frame::Query { op: r.op()? },
             5 => Frame::Answer { op: r.op()?, called: r.u64()? },
+            6 => Frame::Stopped { group: GroupId(r.u32()?), writes: r.u64()? },
             _ => return None,
         };
         r.0.is_empty().then_some(frame)
@@ -355,7 +372,41 @@ mod tests {
             (any::<u32>(), reason).prop_map(|(group, reason)| Frame::Abort { group: GroupId(group), reason }),
             op().prop_map(|op| Frame::Query { op }),
             (op(), any::<u64>()).prop_map(|(op, called)| Frame::Answer { op, called }),
+            any::<(u32, u64)>().prop_map(|(group, writes)| Frame::Stopped { group: GroupId(group), writes }),
         ]
+    }
+
+    #[test]
+    fn an_error_names_the_same_operation_rank_and_cause_at_the_other_end() {
+        let operation = || "allreduce(sum, 9 x float32) #3".to_owned();
+        let (waited, timeout) = (Duration::from_millis(1500), Duration::from_millis(1200));
+        let told = |error: &Error| Reason::new(error, 4).into_error(4).to_string();
+        for error in [
+            Error::Mismatch { operation: operation(), rank: 4, ours: "this".into(), peer: 2, theirs: "that".into() },
+            Error::GivenUp { operation: operation(), rank: 1, cause: "no memory".into() },
+        ] {
+            assert_eq!(told(&error), error.to_string());
+        }
+        for error in [
+            Error::PeerLost { operation: operation(), peer: 2, cause: "connection closed".into() },
+            Error::Timeout { operation: operation(), waited, timeout, detail: "rank 2 is late".into() },
+        ] {
+            assert_eq!(told(&error), format!("{error} (reported by rank 4)"));
+            let broken = Error::Broken { operation: "another".into(), cause: Box::new(error.clone()) };
+            assert_eq!(told(&broken), told(&error));
+        }
+        // A reason that lies with one rank is no sign that this rank is lost, whatever it is.
+        for error in [
+            Error::Invalid("not registered".into()),
+            Error::Configuration("too few".into()),
+            Error::Closed("over".into()),
+            Error::system("ibv_reg_mr", "cannot allocate memory"),
+        ] {
+            let given_up = error.clone().given_up(operation(), 4);
+            assert_eq!(given_up.to_string(), format!("{}: rank 4 gave it up: {error}", operation()));
+            assert_eq!(told(&given_up), given_up.to_string());
+            assert_eq!(told(&error), format!("all operations: rank 4 gave it up: {error}"));
+        }
     }
 
     proptest! {

@@ -6,6 +6,9 @@ use mdas_kernels::{DType, ReduceOp};
 use std::collections::HashMap;
 use std::time::Instant;
 
+mod breaking;
+mod device;
+
 const LIMIT: Duration = Duration::from_secs(30);
 
 fn engines(size: usize, timeout: Duration) -> Vec<Arc<Engine>> {

@@ -1,10 +1,11 @@
 //! The transport as operations see it: peers with their state, inline credit, landing buffers.
 
+use super::call::GroupId;
 use super::memory::HeapBytes;
 use super::protocol::{Frame, OpKey};
 use crate::error::{Error, Result};
 use crate::transport::{LandingKey, Lane, RawSpan, Transport, WriteId};
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::time::Instant;
 
 /// Messages up to this size travel inside a control frame, without a grant.
@@ -37,9 +38,22 @@ pub struct Peer {
     pub gone: Option<Gone>,
     /// Last sign of life.
     pub heard: Instant,
+    /// First question since then.
+    pub asked: Option<Instant>,
+    /// Last time that a write from or to it ended that belonged to an operation which is being left.
+    pub moved: Option<Instant>,
     credit: u32,
     owed: u32,
     held: VecDeque<Vec<u8>>,
+}
+
+/// Writes within one group between us and one peer, since the group was made.
+#[derive(Debug, Default)]
+struct Tally {
+    made: u64,
+    arrived: u64,
+    /// All that the peer will ever have made.
+    stopped: Option<u64>,
 }
 
 /// Counts since the engine started.
@@ -64,8 +78,9 @@ pub struct Wires {
     pub peers: Vec<Peer>,
     /// Statistics.
     pub counters: Counters,
-    writes: HashMap<WriteId, OpKey>,
+    writes: HashMap<WriteId, (OpKey, usize)>,
     landings: HashMap<(usize, LandingKey), (OpKey, u32, usize)>,
+    tallies: HashMap<(GroupId, usize), Tally>,
     pool: Vec<HeapBytes>,
     chunk_bytes: usize,
     next_write: u64,
@@ -75,7 +90,15 @@ impl Wires {
     /// Over `transport`, with `size` ranks.
     pub fn new(transport: Box<dyn Transport>, size: usize) -> Self {
         let now = Instant::now();
-        let peer = || Peer { gone: None, heard: now, credit: CREDIT_BYTES, owed: 0, held: VecDeque::new() };
+        let peer = || Peer {
+            gone: None,
+            heard: now,
+            asked: None,
+            moved: None,
+            credit: CREDIT_BYTES,
+            owed: 0,
+            held: VecDeque::new(),
+        };
         let chunk_bytes = transport.chunk_bytes(Lane::Urgent).max(transport.chunk_bytes(Lane::Bulk));
         Wires {
             transport,
@@ -83,6 +106,7 @@ impl Wires {
             counters: Counters::default(),
             writes: HashMap::new(),
             landings: HashMap::new(),
+            tallies: HashMap::new(),
             pool: Vec::new(),
             chunk_bytes,
             next_write: 0,
@@ -94,6 +118,17 @@ impl Wires {
         if self.peers[peer].gone.is_none() {
             self.transport.control(peer, &frame.encode());
         }
+    }
+
+    /// Asks how far the peer is with `op`.
+    pub fn ask(&mut self, peer: usize, op: OpKey) {
+        self.peers[peer].asked.get_or_insert_with(Instant::now);
+        self.say(peer, &Frame::Query { op });
+    }
+
+    /// The peer has given a sign of life.
+    pub fn heard(&mut self, peer: usize) {
+        (self.peers[peer].heard, self.peers[peer].asked) = (Instant::now(), None);
     }
 
     /// An inline message: goes out at once, or when the peer has returned credit.
@@ -140,22 +175,42 @@ impl Wires {
     pub fn write(&mut self, op: OpKey, peer: usize, key: LandingKey, source: RawSpan) -> WriteId {
         let id = WriteId(self.next_write);
         self.next_write += 1;
-        self.writes.insert(id, op);
+        self.writes.insert(id, (op, peer));
+        self.tally(op.group, peer).made += 1;
         self.counters.bytes_sent += source.len as u64;
         self.transport.write(peer, op.lane, key, source, id);
         id
     }
 
-    /// Whose write was that? Each is told once.
-    pub fn sent(&mut self, id: WriteId) -> Option<OpKey> {
+    /// Whose write was that, and to whom? Each is told once.
+    pub fn sent(&mut self, id: WriteId) -> Option<(OpKey, usize)> {
         self.writes.remove(&id)
     }
 
-    /// Forgets an operation's writes; its memory is not read any more afterwards.
+    fn tally(&mut self, group: GroupId, peer: usize) -> &mut Tally {
+        self.tallies.entry((group, peer)).or_default()
+    }
+
+    /// Forgets those of an operation's writes that are not under way.
     pub fn cancel(&mut self, op: OpKey) {
         let writes = &self.writes;
-        self.transport.cancel(&|id| writes.get(&id) == Some(&op));
-        self.writes.retain(|_, owner| *owner != op);
+        for id in self.transport.cancel(&|id| writes.get(&id).is_some_and(|(owner, _)| *owner == op)) {
+            if let Some((_, peer)) = self.writes.remove(&id) {
+                // Half of it may be on its way, over a transport whose other end discards it and counts nothing.
+                self.tally(op.group, peer).made -= 1;
+            }
+        }
+    }
+
+    /// Tells the peer that no more writes will be made in a group.
+    pub fn say_stopped(&mut self, group: GroupId, peer: usize) {
+        let writes = self.tally(group, peer).made;
+        self.say(peer, &Frame::Stopped { group, writes });
+    }
+
+    /// The peer makes no more writes in a group than these.
+    pub fn stopped(&mut self, group: GroupId, peer: usize, writes: u64) {
+        self.tally(group, peer).stopped = Some(writes);
     }
 
     /// Exposes a landing area for message `index` of `op`.
@@ -168,19 +223,43 @@ impl Wires {
     /// Whose message landed? Each is told once.
     pub fn landed(&mut self, peer: usize, key: LandingKey) -> Option<(OpKey, u32)> {
         let (op, index, bytes) = self.landings.remove(&(peer, key))?;
+        self.tally(op.group, peer).arrived += 1;
         self.counters.bytes_received += bytes as u64;
         Some((op, index))
     }
 
-    /// Takes back an operation's landing areas; its memory is not written any more afterwards.
-    pub fn withdraw(&mut self, op: OpKey) {
-        let transport = &mut self.transport;
-        self.landings.retain(|&(peer, key), &mut (owner, ..)| {
-            if owner == op {
+    /// Takes back what nobody uses any more of the memory of an operation that was stopped. True if that is all of it:
+    /// nothing reads or writes it afterwards.
+    pub fn release(&mut self, op: OpKey) -> bool {
+        let Wires { transport, peers, tallies, landings, writes, .. } = self;
+        landings.retain(|&(peer, key), &mut (owner, ..)| {
+            let unused = || {
+                let tally = tallies.get(&(op.group, peer));
+                let all = tally.is_some_and(|tally| tally.stopped.is_some_and(|writes| tally.arrived >= writes));
+                all || peers[peer].gone.is_some() || transport.discards(peer)
+            };
+            let over = owner == op && unused();
+            if over {
                 transport.withdraw(peer, key);
             }
-            owner != op
+            !over
         });
+        writes.retain(|_, &mut (owner, peer)| {
+            let over = owner == op && peers[peer].gone.is_some();
+            if over {
+                // One that has said goodbye may be being written to yet.
+                transport.sever(peer, "it is gone");
+            }
+            !over
+        });
+        self.holders(op).is_empty()
+    }
+
+    /// The peers that may be using an operation's memory.
+    pub fn holders(&self, op: OpKey) -> BTreeSet<usize> {
+        let writing = self.landings.iter().filter(|(_, (owner, ..))| *owner == op).map(|((peer, _), _)| *peer);
+        let written = self.writes.values().filter(|(owner, _)| *owner == op).map(|(_, peer)| *peer);
+        writing.chain(written).collect()
     }
 
     /// A landing buffer of at least `bytes`, which is at most a chunk.

@@ -92,6 +92,10 @@ impl Transport for Loopback {
         Ok(key)
     }
 
+    fn discards(&self, _peer: usize) -> bool {
+        true
+    }
+
     fn withdraw(&mut self, _peer: usize, key: LandingKey) {
         self.boxes[self.rank].lock().landings.remove(&key);
     }
@@ -118,9 +122,13 @@ impl Transport for Loopback {
         self.boxes[self.rank].put(Event::Sent { id });
     }
 
-    fn cancel(&mut self, which: &dyn Fn(WriteId) -> bool) {
-        // Writes are over when `write` returns; only the news of them can be pending.
-        self.boxes[self.rank].lock().events.retain(|event| !matches!(event, Event::Sent { id } if which(*id)));
+    fn cancel(&mut self, _which: &dyn Fn(WriteId) -> bool) -> Vec<WriteId> {
+        Vec::new() // writes are over when `write` returns
+    }
+
+    fn sever(&mut self, peer: usize, cause: &str) {
+        self.boxes[self.rank].put(Event::Lost { peer, cause: cause.into() });
+        self.boxes[peer].put(Event::Lost { peer: self.rank, cause: "connection closed".into() });
     }
 
     fn poll(&mut self, wait: Duration, events: &mut Vec<Event>) -> Result<()> {

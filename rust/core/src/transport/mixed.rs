@@ -62,6 +62,10 @@ impl Transport for Mixed {
         self.to(peer).expose(peer, lane, landing)
     }
 
+    fn discards(&self, peer: usize) -> bool {
+        self.parts[self.route[peer]].discards(peer)
+    }
+
     fn withdraw(&mut self, peer: usize, key: LandingKey) {
         self.to(peer).withdraw(peer, key);
     }
@@ -74,10 +78,12 @@ impl Transport for Mixed {
         self.to(peer).write(peer, lane, key, source, id);
     }
 
-    fn cancel(&mut self, which: &dyn Fn(WriteId) -> bool) {
-        for part in &mut self.parts {
-            part.cancel(which);
-        }
+    fn cancel(&mut self, which: &dyn Fn(WriteId) -> bool) -> Vec<WriteId> {
+        self.parts.iter_mut().flat_map(|part| part.cancel(which)).collect()
+    }
+
+    fn sever(&mut self, peer: usize, cause: &str) {
+        self.to(peer).sever(peer, cause);
     }
 
     fn poll(&mut self, wait: Duration, events: &mut Vec<Event>) -> Result<()> {

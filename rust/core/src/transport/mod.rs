@@ -37,7 +37,8 @@ pub struct RawSpan {
 
 // SAFETY: a RawSpan is only an address; whoever dereferences it vouches for it. The engine
 // keeps the owner of the memory alive until the transport has reported `Sent`/`Arrived`,
-// or has confirmed `withdraw`/`cancel`.
+// has forgotten the write (`cancel`), was allowed to forget the landing area (`withdraw`), or has no
+// connection with the peer any more (`Departed`, for landing areas; `Lost`).
 unsafe impl Send for RawSpan {}
 
 /// Can be upgraded as long as some memory is in place.
@@ -115,20 +116,29 @@ pub trait Transport: Send {
     /// Lets `peer` write exactly `landing.len` bytes, once.
     fn expose(&mut self, peer: usize, lane: Lane, landing: RawSpan) -> Result<LandingKey>;
 
+    /// Can it discard what `peer` writes to a landing area that has been withdrawn? If not, an area may be withdrawn only
+    /// when the peer will not write to it any more, or has no connection any more.
+    fn discards(&self, peer: usize) -> bool;
+
     /// Takes back a landing area. When this returns, nothing will be written to it any more
-    /// (bytes that still come are discarded).
+    /// (bytes that still come are discarded, or do not come; see [`Transport::discards`]).
     fn withdraw(&mut self, peer: usize, key: LandingKey);
 
     /// Queues a control frame on the urgent lane. To a peer that is lost: silently dropped.
     fn control(&mut self, peer: usize, frame: &[u8]);
 
     /// Queues a write of `source` into the peer's landing area. The caller keeps `source`
-    /// alive and unchanged until `Sent` or until [`Transport::cancel`] returns.
+    /// alive and unchanged until `Sent`, until [`Transport::cancel`] names it, or until the peer is lost.
     fn write(&mut self, peer: usize, lane: Lane, key: LandingKey, source: RawSpan, id: WriteId);
 
-    /// Forgets writes for which `which` holds. When this returns, their sources are not read
-    /// any more, and no `Sent` comes. (A frame that is half on the wire is completed from a copy.)
-    fn cancel(&mut self, which: &dyn Fn(WriteId) -> bool);
+    /// Forgets writes for which `which` holds, as far as they are not under way, and says which those were: their sources
+    /// are not read any more, and no `Sent` comes. Of all others `Sent` comes, or has come. (A frame that is half on
+    /// the wire is completed from a copy, and counts as forgotten.)
+    fn cancel(&mut self, which: &dyn Fn(WriteId) -> bool) -> Vec<WriteId>;
+
+    /// Ends the connection with `peer`, also if that has departed. When this returns, nothing is written to our memory or
+    /// read from it on its account; if it was connected, the next poll reports it as `Lost` with this cause.
+    fn sever(&mut self, peer: usize, cause: &str);
 
     /// Moves bytes, waits up to `wait` if there is nothing to do, appends what happened.
     fn poll(&mut self, wait: Duration, events: &mut Vec<Event>) -> Result<()>;

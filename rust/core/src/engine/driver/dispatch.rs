@@ -6,14 +6,13 @@ use crate::engine::protocol::{Frame, OpKey};
 use crate::engine::wires::Gone;
 use crate::error::Error;
 use crate::transport::Event;
-use std::time::Instant;
 
 impl Driver {
     /// One event of the transport.
     pub(super) fn handle(&mut self, event: Event) {
         match event {
             Event::Control { peer, frame } => {
-                self.wires.peers[peer].heard = Instant::now();
+                self.wires.heard(peer);
                 match Frame::decode(&frame) {
                     Some(frame) => self.dispatch(peer, frame),
                     None => self.gone(
@@ -23,19 +22,21 @@ impl Driver {
                 }
             }
             Event::Arrived { peer, key } => {
-                self.wires.peers[peer].heard = Instant::now();
-                if let Some((op, index)) = self.wires.landed(peer, key)
-                    && let Some((exec, _)) = self.exec(op)
-                {
-                    exec.landed(peer, index);
+                self.wires.heard(peer);
+                if let Some((op, index)) = self.wires.landed(peer, key) {
+                    match self.exec(op) {
+                        Some((exec, _)) => exec.landed(peer, index),
+                        None => self.left_a_little(op, peer),
+                    }
                     self.touched.push(op);
                 }
             }
             Event::Sent { id } => {
-                if let Some(op) = self.wires.sent(id)
-                    && let Some((exec, _)) = self.exec(op)
-                {
-                    exec.sent(id);
+                if let Some((op, peer)) = self.wires.sent(id) {
+                    match self.exec(op) {
+                        Some((exec, _)) => exec.sent(id),
+                        None => self.left_a_little(op, peer),
+                    }
                     self.touched.push(op);
                 }
             }
@@ -48,10 +49,8 @@ impl Driver {
         match frame {
             Frame::Grant { op, .. } | Frame::Inline { op, .. } => self.arrive(op, peer, frame),
             Frame::Credit { bytes } => self.wires.credit(peer, bytes),
-            Frame::Abort { group, reason } => {
-                let error = reason.into_error(peer);
-                self.break_group(group, &error, false);
-            }
+            Frame::Abort { group, reason } => self.aborted(peer, group, reason.into_error(peer)),
+            Frame::Stopped { group, writes } => self.wires.stopped(group, peer, writes),
             Frame::Query { op } => {
                 let called = self.groups.get(&op.group).map_or(0, |group| group.lanes[op.lane as usize].called);
                 self.wires.say(peer, &Frame::Answer { op, called });
@@ -91,6 +90,11 @@ impl Driver {
             None if self.groups.get(&op.group).is_some_and(|group| group.broken.is_some()) => {
                 self.discard(peer, &frame)
             }
+            // It may wait to be written to: it does not know how many others there are in the group, nor do we.
+            None if self.stillborn.contains_key(&op.group) => {
+                self.discard(peer, &frame);
+                self.wires.say_stopped(op.group, peer);
+            }
             // All others keep it for the call that will come.
             _ => self.early.entry(op).or_default().push((peer, frame)),
         }
@@ -105,9 +109,12 @@ impl Driver {
 
     /// Hands a frame to its running operation.
     pub(super) fn deliver(&mut self, peer: usize, frame: Frame) {
+        let rank = self.config.rank;
         let result = match frame {
             Frame::Grant { op, index, key, bytes, .. } => match self.exec(op) {
-                Some((exec, wires)) => exec.granted(peer, index, key, bytes, wires).map_err(|error| (op, error)),
+                Some((exec, wires)) => exec
+                    .granted(peer, index, key, bytes, wires)
+                    .map_err(|error| (op, error.given_up(exec.describe(), rank))),
                 None => Ok(()),
             },
             Frame::Inline { op, index, payload, .. } => {

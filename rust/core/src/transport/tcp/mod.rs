@@ -105,6 +105,8 @@ pub struct Tcp {
     start: Instant,
     /// Reused by `turn`.
     touched: Vec<usize>,
+    /// What happened while nobody asked.
+    backlog: Vec<Event>,
     closing: bool,
 }
 
@@ -126,6 +128,7 @@ impl Tcp {
             next_pacing: Instant::now(),
             start: Instant::now(),
             touched: Vec::new(),
+            backlog: Vec::new(),
             closing: false,
         };
         for (peer, streams) in streams.into_iter().enumerate() {
@@ -358,6 +361,10 @@ impl Transport for Tcp {
         Ok(self.landings.expose(peer, landing))
     }
 
+    fn discards(&self, _peer: usize) -> bool {
+        true
+    }
+
     fn withdraw(&mut self, peer: usize, key: LandingKey) {
         self.landings.withdraw(peer, key);
     }
@@ -384,15 +391,24 @@ impl Transport for Tcp {
         }
     }
 
-    fn cancel(&mut self, which: &dyn Fn(WriteId) -> bool) {
+    fn cancel(&mut self, which: &dyn Fn(WriteId) -> bool) -> Vec<WriteId> {
+        let mut forgotten = Vec::new();
         for connection in self.connections.iter_mut().flatten() {
-            connection.outgoing.cancel(which);
+            connection.outgoing.cancel(which, &mut forgotten);
         }
+        forgotten
+    }
+
+    fn sever(&mut self, peer: usize, cause: &str) {
+        let mut events = std::mem::take(&mut self.backlog);
+        self.lose(peer, cause.into(), &mut events);
+        self.backlog = events;
     }
 
     fn poll(&mut self, wait: Duration, events: &mut Vec<Event>) -> Result<()> {
         let (mut now, before) = (Instant::now(), events.len());
-        let deadline = now.checked_add(wait);
+        events.append(&mut self.backlog);
+        let deadline = if events.len() > before { Some(now) } else { now.checked_add(wait) };
         loop {
             let until = self.pace(now).into_iter().chain(deadline).min();
             let timeout = until.map_or(wait, |until| until.saturating_duration_since(now));
@@ -451,7 +467,7 @@ impl Waitable for Tcp {
 
     fn before_wait(&mut self) -> Result<Option<Instant>> {
         let now = Instant::now();
-        let idle = self.urgent_ready.is_empty() && self.bulk_ready.is_empty();
+        let idle = self.urgent_ready.is_empty() && self.bulk_ready.is_empty() && self.backlog.is_empty();
         Ok(if idle { self.pace(now) } else { Some(now) })
     }
 }

@@ -109,15 +109,17 @@ impl Outgoing {
         }
     }
 
-    /// Forgets the writes for which `which` holds; a half-sent one goes on from a copy.
-    pub fn cancel(&mut self, which: &dyn Fn(WriteId) -> bool) {
+    /// Forgets the writes for which `which` holds, and adds them to `forgotten`; a half-sent one goes on from a copy.
+    pub fn cancel(&mut self, which: &dyn Fn(WriteId) -> bool, forgotten: &mut Vec<WriteId>) {
+        let ours = self.frames.iter().filter_map(|frame| frame.source).map(|(_, id)| id);
+        forgotten.extend(ours.filter(|id| which(*id)));
         if let Some(front) = self.frames.front_mut()
             && self.sent > 0
             && let Some((source, id)) = front.source
             && which(id)
         {
             // SAFETY: the caller of `Transport::write` keeps the source alive and unchanged until
-            // `Sent` (not reported: the frame is still here) or until `cancel` returns, and we are
+            // `Sent` (not reported: the frame is still here) or until `cancel` names it, and we are
             // within `cancel`. `source.len` is the length that it promised.
             front.head.extend_from_slice(unsafe { std::slice::from_raw_parts(source.ptr, source.len) });
             front.source = None;
@@ -180,7 +182,9 @@ mod tests {
         queue.data(LandingKey([1, 0]), span(&mut first), WriteId(1));
         queue.data(LandingKey([2, 0]), span(&mut second), WriteId(2));
         queue.advance(34, |_| panic!("nothing is finished"));
-        queue.cancel(&|_| true);
+        let mut forgotten = Vec::new();
+        queue.cancel(&|_| true, &mut forgotten);
+        assert_eq!(forgotten, [WriteId(1), WriteId(2)]);
         first.fill(9); // the copy counts
         assert_eq!(queue.bytes(), 6);
         assert_eq!(read(&queue, 100), [1; 6]);

@@ -82,14 +82,15 @@ impl Channel {
         self.waiting.is_empty() && self.posted.iter().all(|posted| matches!(posted, Posted::Inline))
     }
 
-    /// Drops writes that wait and are not posted.
-    pub fn drop_waiting(&mut self, which: impl Fn(WriteId) -> bool) {
-        self.waiting.retain(|request| !matches!(request, Request::Write { id, .. } if which(*id)));
-    }
-
-    /// Is one of these posted, so that its memory may be being read?
-    pub fn reads(&self, which: impl Fn(WriteId) -> bool) -> bool {
-        self.posted.iter().any(|posted| matches!(posted, Posted::Write { id } if which(*id)))
+    /// Drops writes that wait and are not posted, and adds them to `dropped`.
+    pub fn drop_waiting(&mut self, which: impl Fn(WriteId) -> bool, dropped: &mut Vec<WriteId>) {
+        self.waiting.retain(|request| match request {
+            Request::Write { id, .. } if which(*id) => {
+                dropped.push(*id);
+                false
+            }
+            _ => true,
+        });
     }
 
     /// Posts what there is room for.
@@ -120,7 +121,8 @@ impl Channel {
                 Request::Write { id, piece, to, immediate } => {
                     self.posted.push_back(Posted::Write { id });
                     self.silent = 0;
-                    // SAFETY: the source lives until `Sent`, or until `cancel` returns (contract of `Transport::write`).
+                    // SAFETY: the source lives until `Sent`, or until the queue pair is gone (contract of
+                    // `Transport::write`): `cancel` names only what is not posted.
                     unsafe { self.pair.write(next, piece, immediate, to)? };
                 }
                 Request::Goodbye => {

@@ -10,8 +10,9 @@
 //! The authenticated stream from the bootstrap stays open: a peer that dies while we only wait for its data is noticed by
 //! the end of that stream. Completions are polled, and waited for through a completion channel when there are none.
 //!
-//! What is taken back (`withdraw`) while a peer may still be writing is deregistered: a late write then fails at the
-//! peer, which loses its connection with this rank; its memory and ours stay as they are.
+//! A write that is posted cannot be called back, nor discarded where it arrives: the engine waits until the peer has
+//! said that it writes no more, and ends the connection (`sever`) if that takes too long. Only the end of its queue
+//! pairs takes memory from a peer for sure, and from this peer alone: a registration may serve others' writes, too.
 
 mod channel;
 mod frames;
@@ -54,8 +55,6 @@ const SEND_BUFFERS: usize = 64;
 const BATCH: usize = 64;
 /// So long completions are polled for before we sleep.
 const SPIN: Duration = Duration::from_micros(20);
-/// So long a cancelled write may take to finish by itself.
-const GRACE: Duration = Duration::from_millis(20);
 /// Longest sleep within [`Transport::close`].
 const CLOSING_TURN: Duration = Duration::from_millis(5);
 
@@ -104,8 +103,7 @@ struct Peer {
 
 struct Landing {
     peer: usize,
-    /// `None` once withdrawn: it may have been written before that.
-    memory: Option<RawSpan>,
+    bytes: usize,
     key: LandingKey,
 }
 
@@ -245,7 +243,7 @@ impl Verbs {
         self.landings.retain(|_, landing| landing.peer != peer);
         // The queue pairs stay until its stream ends: it waits for its goodbye to be acknowledged.
         for channel in &mut self.peers[peer].channels {
-            channel.drop_waiting(|_| true);
+            channel.drop_waiting(|_| true, &mut Vec::new());
         }
     }
 }
@@ -287,15 +285,18 @@ impl Transport for Verbs {
         }
         self.next_landing = (number - rail as u32).wrapping_add(rail::STEP);
         let key = LandingKey([landing.ptr as u64, u64::from(rkey) << 32 | u64::from(number)]);
-        self.landings.insert(number, Landing { peer, memory: Some(landing), key });
+        self.landings.insert(number, Landing { peer, bytes: landing.len, key });
         Ok(key)
+    }
+
+    fn discards(&self, _peer: usize) -> bool {
+        false
     }
 
     fn withdraw(&mut self, peer: usize, key: LandingKey) {
         let number = key.0[1] as u32;
-        let landing = self.landings.get_mut(&number).filter(|landing| landing.peer == peer);
-        if let Some(memory) = landing.and_then(|landing| landing.memory.take()) {
-            self.registry.revoke(memory);
+        if self.landings.get(&number).is_some_and(|landing| landing.peer == peer && landing.key == key) {
+            self.landings.remove(&number);
         }
     }
 
@@ -325,24 +326,17 @@ impl Transport for Verbs {
         self.push(peer, place, Request::Write { id, piece, to, immediate: rest as u32 });
     }
 
-    fn cancel(&mut self, which: &dyn Fn(WriteId) -> bool) {
+    fn cancel(&mut self, which: &dyn Fn(WriteId) -> bool) -> Vec<WriteId> {
+        let mut dropped = Vec::new();
         for channel in self.peers.iter_mut().flat_map(|peer| &mut peer.channels) {
-            channel.drop_waiting(which);
+            channel.drop_waiting(which, &mut dropped);
         }
+        dropped
+    }
+
+    fn sever(&mut self, peer: usize, cause: &str) {
         let mut events = std::mem::take(&mut self.backlog);
-        let end = Instant::now() + GRACE;
-        let reading = |peer: &Peer| peer.channels.iter().any(|channel| channel.reads(which));
-        while self.peers.iter().any(reading) && Instant::now() < end {
-            if self.drain(&mut events).is_err() {
-                break; // the next poll tells
-            }
-            std::thread::yield_now();
-        }
-        let slow: Vec<usize> = (0..self.peers.len()).filter(|peer| reading(&self.peers[*peer])).collect();
-        for peer in slow {
-            self.lose(peer, "an operation was given up while its data was on the way".into(), &mut events);
-        }
-        events.retain(|event| !matches!(event, Event::Sent { id } if which(*id)));
+        self.lose(peer, cause.into(), &mut events);
         self.backlog = events;
     }
 

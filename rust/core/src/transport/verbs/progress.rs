@@ -2,7 +2,7 @@
 
 use super::channel::{Ended, GOODBYE, RECEIVE};
 use super::rail::Rail;
-use super::{BATCH, CHANNEL, DEVICE, Landing, OWED, SPIN, State, URGENT, Verbs};
+use super::{BATCH, CHANNEL, DEVICE, OWED, SPIN, State, URGENT, Verbs};
 use crate::error::{Error, Result};
 use crate::transport::poller::Ready;
 use crate::transport::{Event, Waitable};
@@ -72,9 +72,8 @@ impl Verbs {
             Outcome::Written { bytes, immediate } => {
                 let landing = self.landings.remove(&immediate).filter(|landing| landing.peer == peer);
                 match landing {
-                    Some(Landing { memory: None, .. }) => {} // withdrawn, and written before that
-                    Some(Landing { memory: Some(memory), key, .. }) if memory.len == bytes as usize => {
-                        events.push(Event::Arrived { peer, key });
+                    Some(landing) if landing.bytes == bytes as usize => {
+                        events.push(Event::Arrived { peer, key: landing.key });
                     }
                     _ => {
                         let cause = format!(

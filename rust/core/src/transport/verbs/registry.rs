@@ -88,11 +88,6 @@ impl Registry {
     pub fn clear(&mut self) {
         self.entries.clear();
     }
-
-    /// When this returns, neither peers nor our own requests reach this memory any more.
-    pub fn revoke(&mut self, memory: RawSpan) {
-        self.entries.retain(|entry| !entry.overlaps(memory));
-    }
 }
 
 impl Entry {

@@ -161,18 +161,62 @@ fn one_broken_queue_pair_loses_the_peer_on_both_sides_and_a_new_connection_works
 
 #[test]
 #[ignore = "needs an RDMA device: tests/rdma runs them in the laboratory"]
-fn who_writes_to_what_was_withdrawn_is_lost_and_changes_nothing() {
+fn what_is_posted_goes_on_when_it_is_cancelled_and_the_rest_is_forgotten() {
+    let [mut one, mut two] = pair(&options());
+    let count = 2 * channel::SENDS * one.rails.len();
+    let (source, target) = (Memory::registered(BYTES, 7, &mut two), Memory::registered(count * BYTES, 1, &mut one));
+    let keys: Vec<LandingKey> =
+        (0..count).map(|index| one.expose(1, Lane::Bulk, target.part(index, BYTES)).unwrap()).collect();
+    for (index, key) in keys.iter().enumerate() {
+        two.write(0, Lane::Bulk, *key, source.span, WriteId(index as u64));
+    }
+    let forgotten = two.cancel(&|id| id.0 > 0);
+    // So many are posted on each rail at once.
+    assert_eq!(forgotten.len(), count / 2);
+    let made: Vec<usize> = (0..count).filter(|index| !forgotten.contains(&WriteId(*index as u64))).collect();
+    let sent = |event: &&Event| matches!(event, Event::Sent { .. });
+    let events = until(&mut two, |events| events.iter().filter(sent).count() == made.len());
+    assert!(!events.iter().any(|event| matches!(event, Event::Sent { id } if forgotten.contains(id))));
+    let arrived = |event: &&Event| matches!(event, Event::Arrived { .. });
+    until(&mut one, |events| events.iter().filter(arrived).count() == made.len());
+    for (index, part) in target.bytes().chunks(BYTES).enumerate() {
+        let byte = if made.contains(&index) { 7 } else { 1 };
+        assert!(part.iter().all(|found| *found == byte), "area {index}");
+    }
+    // What nobody will write to is taken back, and both ends still talk.
+    for index in (0..count).filter(|index| !made.contains(index)) {
+        one.withdraw(1, keys[index]);
+    }
+    assert!(one.landings.is_empty());
+    converse([one, two]);
+    nothing_is_left();
+}
+
+#[test]
+#[ignore = "needs an RDMA device: tests/rdma runs them in the laboratory"]
+fn nobody_writes_after_the_connection_was_severed() {
     for turn in 0..2 {
         let [mut one, mut two] = pair(&options());
-        let (source, target) = (Memory::registered(BYTES, 7, &mut two), Memory::registered(BYTES, 1, &mut one));
-        one.peers[1].next_rail = turn % one.rails.len();
-        let key = one.expose(1, Lane::Bulk, target.span).unwrap();
-        one.withdraw(1, key);
-        two.write(0, Lane::Bulk, key, source.span, WriteId(0));
-        let cause = loss(&mut two);
-        assert!(cause.contains("status 10") && cause.contains("taken the memory back"), "{cause}");
-        loss(&mut one);
-        assert!(target.bytes().iter().all(|byte| *byte == 1));
+        let count = channel::SENDS;
+        let (source, target) = (Memory::registered(BYTES, 7, &mut two), Memory::registered(count * BYTES, 1, &mut one));
+        let keys: Vec<LandingKey> =
+            (0..count).map(|index| one.expose(1, Lane::Bulk, target.part(index, BYTES)).unwrap()).collect();
+        for (index, key) in keys.iter().enumerate() {
+            two.write(0, Lane::Bulk, *key, source.span, WriteId(index as u64));
+        }
+        // Once while they are under way to it, and once while they leave.
+        let (severed, other) = if turn == 0 { (&mut one, &mut two) } else { (&mut two, &mut one) };
+        let peer = 1 - turn;
+        severed.sever(peer, "it took too long");
+        let before = target.bytes();
+        assert_eq!(loss(severed), "it took too long");
+        severed.sever(peer, "again"); // changes nothing
+        severed.control(peer, b"nobody hears this");
+        loss(other);
+        let mut events = Vec::new();
+        severed.poll(Duration::from_millis(50), &mut events).unwrap();
+        assert!(events.is_empty(), "{events:?}");
+        assert!(turn == 1 || target.bytes() == before);
     }
     nothing_is_left();
 }
