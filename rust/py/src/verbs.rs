@@ -271,6 +271,12 @@ pub(crate) fn verbs_live() -> BTreeMap<&'static str, usize> {
     live::KINDS.iter().map(|&(kind, name)| (name, live::count(kind))).collect()
 }
 
+/// Does this process have anything that memory would be registered with?
+#[pyfunction]
+pub(crate) fn verbs_in_use() -> bool {
+    live::count(live::Kind::ProtectionDomain) > 0
+}
+
 /// What a rank uses of `devices`, the best first, up to `rails` ports; the settings `wanted`, `port` and `gid_index` are those of MDAS_IB_DEVICE, _PORT and
 /// _GID_INDEX, `route` is this host's address on the route to the peers.
 #[pyfunction]

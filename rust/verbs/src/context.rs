@@ -221,6 +221,11 @@ impl Context {
         Some(Gid { index, bytes: entry.gid, kind, interface: interface_name(entry.ndev_ifindex) })
     }
 
+    /// Has a forked child copies of registered pages? With an older kernel it has nothing in their place.
+    pub fn children_get_copies(&self) -> bool {
+        self.library.copies_for_children
+    }
+
     /// Readable when [`Context::next_event`] has something.
     pub fn events(&self) -> BorrowedFd<'_> {
         // SAFETY: open as long as the context is.

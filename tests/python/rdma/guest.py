@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import resource
@@ -191,6 +192,72 @@ def zero_copy() -> Result:
         copied = engine.counters()["bytes_copied"] - before
         mdas.barrier()
         return {"copied": copied}
+
+
+@scenario
+def registrations() -> Result:
+    """How often memory of others is registered: arrays that stay, that die, that take the place of another."""
+    import numpy as np
+
+    from mdas import _core, session
+
+    out: Result = {}
+    with job("verbs") as mdas:
+        engine = session.current().engine
+
+        def regions() -> int:
+            return _core.verbs_live()["memory_regions"]
+
+        def counted(*arrays: Any, times: int = 4, **options: Any) -> list[int]:
+            """Registrations for each of some allreduces."""
+            counts = [engine.counters()["registrations"]]
+            for _ in range(times):
+                mdas.allreduce(*arrays, **options)
+                counts.append(engine.counters()["registrations"])
+            return [after - before for before, after in itertools.pairwise(counts)]
+
+        for name in ("float32", "float16"):  # what the engine itself needs
+            counted(np.ones(100_000, name))
+            counted(np.ones(100_000, name), times=1)
+        for name in ("float32", "float16"):
+            array = np.ones(100_000, name)
+            out[name] = counted(array)
+            out[f"{name} value"] = float(array[-1])
+            out[f"{name} part"] = counted(array[10_000:90_000])
+            out[f"{name} out"] = counted(array, out=np.empty_like(array), op="average")
+        out["bytearray"] = counted(bytearray(100_000))
+        # So large that malloc gives it pages of its own, which go back at once.
+        large = np.full(10_000_000, 1.0 + HOST, "float32")
+        place, before = large.ctypes.data, regions()
+        out["large"] = counted(large[:200_000], times=2)
+        out["registered"] = regions() - before
+        del large
+        for _ in range(50):
+            if regions() <= before:
+                break
+            time.sleep(0.1)
+        out["deregistered"] = regions() <= before
+        for name in ("first", "second"):
+            large = np.full(10_000_000, 1.0 + HOST, "float32")
+            out[f"{name} at the same place"] = large.ctypes.data == place
+            out[f"{name} counted"] = counted(large[:200_000], times=1)
+            out[f"{name} value"] = bool((large[:200_000] == 3.0).all())
+            if name == "second":
+                try:
+                    large.resize(100, refcheck=False)
+                except ValueError as error:
+                    out["resize"] = str(error)
+                out["resized"] = counted(np.resize(large, 300_000), times=1)
+            del large
+        kept = np.ones(100_000, "float32")
+        mdas.allreduce(kept)
+        out["kept"] = regions()
+        mdas.barrier()
+    out["left"] = left()
+    with job("verbs") as mdas:
+        again = mdas.allreduce(kept, op="average")
+        out["again"] = bool((again == 2.0).all())
+    return out
 
 
 @scenario

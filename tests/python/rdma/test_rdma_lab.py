@@ -18,7 +18,8 @@ pytestmark = pytest.mark.timeout(2700)
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 SCENARIOS = ["exactness", "mixed", "rails", "device_tests", "foreign_peer"]
-SCENARIOS += ["zero_copy", "forks", "loss", "killed", "link_down", "port_flaps", "memlock", "doctor", "training"]
+SCENARIOS += ["zero_copy", "registrations", "forks", "loss", "killed", "link_down", "port_flaps", "memlock", "doctor"]
+SCENARIOS += ["training"]
 NOTHING = {"completion_queues": 0, "contexts": 0, "memory_regions": 0, "protection_domains": 0, "queue_pairs": 0}
 
 
@@ -122,6 +123,28 @@ def test_a_program_over_pyverbs_writes_to_the_transport_and_is_written_to(lab):
 
 def test_a_registered_bucket_is_never_copied(lab):
     assert lab("zero_copy") == [{"copied": 0}, {"copied": 0}]
+
+
+def test_an_array_is_registered_once_and_what_takes_its_place_anew(lab):
+    for host in lab("registrations"):
+        for name in ("float32", "float16"):
+            assert host[name] == [1, 0, 0, 0]
+            assert host[f"{name} value"] == 16.0
+            assert host[f"{name} part"] == [0, 0, 0, 0]
+            assert host[f"{name} out"] == [1, 0, 0, 0]
+        assert host["bytearray"] == [1, 1, 1, 1]
+        assert host["large"] == [1, 0]
+        assert host["registered"] == 1
+        assert host["deregistered"]
+        for name in ("first", "second"):
+            assert host[f"{name} at the same place"]
+            assert host[f"{name} counted"] == [1]
+            assert host[f"{name} value"]
+        assert "cannot resize" in host["resize"]
+        assert host["resized"] == [1]
+        assert host["kept"] > 1
+        assert host["left"]["verbs"] == NOTHING
+        assert host["again"]
 
 
 def test_forked_children_live_and_are_told_that_mdas_stayed_behind(lab):

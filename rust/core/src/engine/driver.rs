@@ -215,7 +215,7 @@ impl Driver {
             }
             let work = exec.work.clone();
             // Memory first, then the news: whoever is told may free the buffers.
-            drop(exec);
+            exec.retire(&mut self.wires);
             work.finish(Ok(()));
         }
     }

@@ -119,17 +119,19 @@ impl Exec {
     /// Ready to run; nothing has been sent yet.
     pub fn new(order: Order, recipe: Recipe, wires: &mut Wires) -> Result<Self> {
         let size = recipe.ranks.len();
-        let bytes = recipe.scratch * recipe.accumulator.size();
-        let scratch = HeapBytes::zeroed(bytes, 64).ok_or_else(|| {
-            Error::system(format!("allocating {bytes} bytes of scratch for {}", order.key), "out of memory")
-        })?;
-        let ours = [&order.input, &order.output].into_iter().filter_map(Region::registrable);
-        for (memory, keeper) in ours.chain([scratch.registrable()]) {
-            // What is shorter travels inside control frames.
-            if memory.len > INLINE_BYTES {
-                wires.transport.register(memory, keeper)?;
-            }
+        // What is shorter travels inside control frames.
+        let travels = |bytes: usize| bytes > INLINE_BYTES;
+        let ours = [&order.input, &order.output].into_iter().filter(|region| travels(region.len));
+        for registrable in ours.filter_map(Region::registrable) {
+            wires.register(registrable)?;
         }
+        let bytes = recipe.scratch * recipe.accumulator.size();
+        let scratch = match travels(bytes) {
+            true => wires.buffer(bytes)?,
+            false => HeapBytes::zeroed(bytes, 64).ok_or_else(|| {
+                Error::system(format!("allocating {bytes} bytes of scratch for {}", order.key), "out of memory")
+            })?,
+        };
         let reduce = order.call.reduce_op();
         // A started operation has a start time; setting it twice is impossible, and would change nothing.
         let _ = order.work.started.set(monotonic_ns());
@@ -239,6 +241,11 @@ impl Exec {
         }
         self.needs_nobody_gone(wires)?;
         Ok(false)
+    }
+
+    /// It is complete: what it needed is for the next one.
+    pub fn retire(self, wires: &mut Wires) {
+        wires.recycle(self.scratch);
     }
 
     /// Takes back all memory. Nothing reads or writes it afterwards.

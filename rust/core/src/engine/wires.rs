@@ -3,7 +3,7 @@
 use super::memory::HeapBytes;
 use super::protocol::{Frame, OpKey};
 use crate::error::{Error, Result};
-use crate::transport::{LandingKey, Lane, RawSpan, Transport, WriteId};
+use crate::transport::{Keeper, LandingKey, Lane, RawSpan, Transport, WriteId};
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
@@ -11,6 +11,9 @@ use std::time::Instant;
 pub const INLINE_BYTES: usize = 4096;
 /// Inline bytes that may be unconsumed at one peer: bounds what a rank that runs ahead can pile up.
 const CREDIT_BYTES: u32 = 1 << 20;
+
+/// Bytes of memory that are kept for later operations: of landing areas and scratch.
+const POOL_BYTES: usize = 256 << 20;
 
 /// Why a peer will not send anything any more.
 #[derive(Debug, Clone)]
@@ -54,6 +57,8 @@ pub struct Counters {
     pub bytes_copied: u64,
     /// Operations finished.
     pub operations: u64,
+    /// Times that the transport was given memory which it had to make known to a device (verbs).
+    pub registrations: u64,
 }
 
 /// Transport plus bookkeeping; used by one thread at a time.
@@ -66,7 +71,8 @@ pub struct Wires {
     pub counters: Counters,
     writes: HashMap<WriteId, OpKey>,
     landings: HashMap<(usize, LandingKey), (OpKey, u32, usize)>,
-    pool: Vec<HeapBytes>,
+    /// The one given back last is at the end.
+    pool: VecDeque<HeapBytes>,
     chunk_bytes: usize,
     next_write: u64,
 }
@@ -83,7 +89,7 @@ impl Wires {
             counters: Counters::default(),
             writes: HashMap::new(),
             landings: HashMap::new(),
-            pool: Vec::new(),
+            pool: VecDeque::new(),
             chunk_bytes,
             next_write: 0,
         }
@@ -183,27 +189,36 @@ impl Wires {
         });
     }
 
-    /// A landing buffer of at least `bytes`, which is at most a chunk.
+    /// Has the transport prepare memory.
+    pub fn register(&mut self, (memory, keeper): (RawSpan, Keeper)) -> Result<()> {
+        self.counters.registrations += u64::from(self.transport.register(memory, keeper)?);
+        Ok(())
+    }
+
+    /// Registered memory of at least `bytes`, for a landing area or as scratch; what is in it is anybody's guess.
     pub fn buffer(&mut self, bytes: usize) -> Result<HeapBytes> {
-        let pooled = if bytes <= self.chunk_bytes { self.pool.pop() } else { None };
-        let buffer = match pooled {
+        let len = bytes.checked_next_multiple_of(self.chunk_bytes).unwrap_or(bytes).max(self.chunk_bytes);
+        let fits = |buffer: &HeapBytes| buffer.len() >= len && buffer.len() / 2 <= len;
+        let buffer = match self.pool.iter().rposition(fits).and_then(|place| self.pool.remove(place)) {
             Some(buffer) => buffer,
-            None => {
-                let len = bytes.max(self.chunk_bytes);
-                HeapBytes::zeroed(len, 64).ok_or_else(|| {
-                    Error::system(format!("allocating a landing area of {len} bytes"), "out of memory")
-                })?
-            }
+            None => HeapBytes::zeroed(len, 64).ok_or_else(|| {
+                Error::system(format!("allocating {len} bytes for an operation's messages"), "out of memory")
+            })?,
         };
-        let (memory, keeper) = buffer.registrable();
-        self.transport.register(memory, keeper)?;
+        self.register(buffer.registrable())?;
         Ok(buffer)
     }
 
-    /// Back to the pool.
+    /// Back to the pool, from which the oldest go if there is too much in it.
     pub fn recycle(&mut self, buffer: HeapBytes) {
-        if buffer.len() == self.chunk_bytes && self.pool.len() < 64 {
-            self.pool.push(buffer);
+        if buffer.len() >= self.chunk_bytes {
+            self.pool.push_back(buffer);
+        }
+        let mut bytes: usize = self.pool.iter().map(HeapBytes::len).sum();
+        while bytes > POOL_BYTES
+            && let Some(oldest) = self.pool.pop_front()
+        {
+            bytes -= oldest.len();
         }
     }
 }
