@@ -85,7 +85,7 @@ impl MemoryRegion {
         let Some(raw) = NonNull::new(raw) else {
             let error = Error::last("ibv_reg_mr", format!("{}, {length} bytes", context.name));
             let read_only =
-                "the device can reach memory only if it may be written: pass a copy of what is mapped read-only";
+                "the device can reach memory only if it may be written, and this is mapped for reading only";
             return Err(error.with_hint(|errno| match errno {
                 libc::EFAULT => Some(read_only.into()),
                 errno => memlock_hint(errno, length),

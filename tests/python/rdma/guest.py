@@ -261,6 +261,34 @@ def registrations() -> Result:
 
 
 @scenario
+def read_only() -> Result:
+    """An input that is mapped for reading only, which the device cannot be told of."""
+    import numpy as np
+
+    from mdas import session
+
+    os.environ["MDAS_LOG"] = "debug"
+    file = Path(tempfile.gettempdir()) / "mapped"
+    np.arange(300_000, dtype="float32").tofile(file)
+    out: Result = {"exact": [], "copied": []}
+    for transport in ("verbs", "tcp"):
+        with job(transport) as mdas:
+            mapped = np.memmap(file, "float32", mode="r")
+            engine = session.current().engine
+            for _ in range(2):
+                before = engine.counters()["bytes_copied"]
+                total = mdas.allreduce(mapped, out=np.empty(300_000, "float32"))
+                out["copied"].append(engine.counters()["bytes_copied"] - before)
+                out["exact"].append(bool(np.array_equal(total, np.arange(300_000, dtype="float32") * 2)))
+                both = mdas.allgather(mapped)
+                out["exact"].append(bool(np.array_equal(both, [mapped, mapped])))
+            mdas.barrier()
+    out["left"] = left()
+    out["log"] = (Path(os.environ["LAB_OUT"]) / "read_only.log").read_text()
+    return out
+
+
+@scenario
 def mixed() -> Result:
     """Three ranks, of which the last one, on host 1, has no RDMA; what ranks 0 and 1 found."""
     program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import guest; guest.third()"

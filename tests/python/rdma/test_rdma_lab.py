@@ -18,7 +18,18 @@ pytestmark = pytest.mark.timeout(2700)
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 SCENARIOS = ["exactness", "mixed", "rails", "device_tests", "foreign_peer"]
-SCENARIOS += ["zero_copy", "registrations", "forks", "loss", "killed", "link_down", "port_flaps", "memlock", "doctor"]
+SCENARIOS += [
+    "zero_copy",
+    "registrations",
+    "read_only",
+    "forks",
+    "loss",
+    "killed",
+    "link_down",
+    "port_flaps",
+    "memlock",
+    "doctor",
+]
 SCENARIOS += ["training"]
 NOTHING = {"completion_queues": 0, "contexts": 0, "memory_regions": 0, "protection_domains": 0, "queue_pairs": 0}
 
@@ -145,6 +156,14 @@ def test_an_array_is_registered_once_and_what_takes_its_place_anew(lab):
         assert host["kept"] > 1
         assert host["left"]["verbs"] == NOTHING
         assert host["again"]
+
+
+def test_an_input_that_is_mapped_for_reading_only_is_copied(lab):
+    for host in lab("read_only"):
+        assert host["exact"] == [True] * 8
+        assert host["copied"] == [1_200_000, 1_200_000, 0, 0]
+        assert host["log"].count("its input is copied, since verbs: registering memory: ibv_reg_mr on rxe0") == 4
+        assert host["left"]["verbs"] == NOTHING
 
 
 def test_forked_children_live_and_are_told_that_mdas_stayed_behind(lab):

@@ -102,6 +102,8 @@ pub struct Exec {
     input: Region,
     output: Region,
     scratch: HeapBytes,
+    /// The input, where a device cannot be told of the caller's memory.
+    staged: Option<HeapBytes>,
     dtype: DType,
     accumulator: DType,
     ahead: VecDeque<Ahead>,
@@ -117,13 +119,20 @@ pub struct Exec {
 
 impl Exec {
     /// Ready to run; nothing has been sent yet.
-    pub fn new(order: Order, recipe: Recipe, wires: &mut Wires) -> Result<Self> {
+    pub fn new(mut order: Order, recipe: Recipe, wires: &mut Wires) -> Result<Self> {
         let size = recipe.ranks.len();
         // What is shorter travels inside control frames.
         let travels = |bytes: usize| bytes > INLINE_BYTES;
-        let ours = [&order.input, &order.output].into_iter().filter(|region| travels(region.len));
-        for registrable in ours.filter_map(Region::registrable) {
-            wires.register(registrable)?;
+        if let Some(output) = order.output.registrable().filter(|_| travels(order.output.len)) {
+            wires.register(output)?;
+        }
+        let mut staged = None;
+        if let Some(input) = order.input.registrable().filter(|_| travels(order.input.len))
+            && let Err(refusal) = wires.register(input)
+        {
+            let area = stage(&order, refusal, wires)?;
+            order.input.ptr = area.ptr();
+            staged = Some(area);
         }
         let bytes = recipe.scratch * recipe.accumulator.size();
         let scratch = match travels(bytes) {
@@ -151,6 +160,7 @@ impl Exec {
             input: order.input,
             output: order.output,
             scratch,
+            staged,
             dtype: order.call.dtype,
             accumulator: recipe.accumulator,
             ahead: VecDeque::new(),
@@ -245,7 +255,9 @@ impl Exec {
 
     /// It is complete: what it needed is for the next one.
     pub fn retire(self, wires: &mut Wires) {
-        wires.recycle(self.scratch);
+        for memory in [Some(self.scratch), self.staged].into_iter().flatten() {
+            wires.recycle(memory);
+        }
     }
 
     /// Takes back all memory. Nothing reads or writes it afterwards.
@@ -417,6 +429,18 @@ impl Exec {
             );
         }
     }
+}
+
+/// A copy of the input in memory of ours. Soft-RoCE and most adapters cannot even read what the process may only read.
+fn stage(order: &Order, refusal: Error, wires: &mut Wires) -> Result<HeapBytes> {
+    let Region { ptr, len, .. } = order.input;
+    let Ok(area) = wires.buffer(len) else { return Err(refusal) };
+    // SAFETY: the input is readable while the operation lasts (contract of `Region`), the area is as long at least and
+    // nobody else's.
+    unsafe { ptr.copy_to_nonoverlapping(area.ptr(), len) };
+    wires.counters.bytes_copied += len as u64;
+    log::debug!("{} {}: its input is copied, since {refusal}", order.fingerprint(), order.key);
+    Ok(area)
 }
 
 fn next(counter: &mut u32) -> u32 {
