@@ -289,6 +289,28 @@ def read_only() -> Result:
 
 
 @scenario
+def held() -> Result:
+    """Two jobs after each other, of which everything that a script can hold is held."""
+    import numpy as np
+
+    from mdas import session
+
+    kept: list[Any] = []
+    out: Result = {"left": [], "exact": []}
+    for transport in ("verbs", "verbs", "tcp", "tcp"):
+        with job(transport) as mdas:
+            group = mdas.new_group([1, 0])
+            values = np.ones(100_000, "float16")
+            work = mdas.allreduce(values, group=group, async_op=True)
+            work.wait()
+            kept += [group, work, values, session.current()]
+            out["exact"].append(bool((values == 2.0).all()))
+            mdas.barrier()
+        out["left"].append(left())
+    return out
+
+
+@scenario
 def mixed() -> Result:
     """Three ranks, of which the last one, on host 1, has no RDMA; what ranks 0 and 1 found."""
     program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import guest; guest.third()"

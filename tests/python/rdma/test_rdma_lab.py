@@ -22,6 +22,7 @@ SCENARIOS += [
     "zero_copy",
     "registrations",
     "read_only",
+    "held",
     "forks",
     "loss",
     "killed",
@@ -30,7 +31,7 @@ SCENARIOS += [
     "memlock",
     "doctor",
 ]
-SCENARIOS += ["training"]
+SCENARIOS += ["doctor", "training"]
 NOTHING = {"completion_queues": 0, "contexts": 0, "memory_regions": 0, "protection_domains": 0, "queue_pairs": 0}
 
 
@@ -88,6 +89,14 @@ def test_nothing_is_left_of_a_job(lab):
         for left in others:
             assert left == first
             assert left["verbs"] == NOTHING
+
+
+def test_nothing_is_left_of_a_job_whose_handles_are_held(lab):
+    for host in lab("held"):
+        assert host["exact"] == [True] * 4
+        first, *others = host["left"]
+        assert first["verbs"] == NOTHING
+        assert others == [first] * 3
 
 
 def test_a_rank_without_rdma_is_reached_over_tcp_and_the_others_over_verbs(lab):

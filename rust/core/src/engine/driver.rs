@@ -118,10 +118,11 @@ impl Driver {
         self.watch();
     }
 
-    /// Ends everything that is left with `error`, then says goodbye to all.
+    /// Ends everything that is left with `error`, says goodbye to all, and keeps nothing open or registered: whoever
+    /// holds a handle holds us.
     pub fn close(&mut self, error: &Error, deadline: Duration) {
         self.fail_everything(error);
-        self.wires.transport.close(deadline);
+        self.wires.close(deadline);
     }
 
     fn fail_everything(&mut self, error: &Error) {

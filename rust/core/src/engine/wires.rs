@@ -3,9 +3,10 @@
 use super::memory::HeapBytes;
 use super::protocol::{Frame, OpKey};
 use crate::error::{Error, Result};
+use crate::transport::closed::Closed;
 use crate::transport::{Keeper, LandingKey, Lane, RawSpan, Transport, WriteId};
 use std::collections::{HashMap, VecDeque};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Messages up to this size travel inside a control frame, without a grant.
 pub const INLINE_BYTES: usize = 4096;
@@ -93,6 +94,13 @@ impl Wires {
             chunk_bytes,
             next_write: 0,
         }
+    }
+
+    /// Parts from everybody, and from the transport. Nothing is in flight any more.
+    pub fn close(&mut self, deadline: Duration) {
+        self.transport.close(deadline);
+        self.transport = Box::new(Closed);
+        self.pool.clear();
     }
 
     /// A frame that needs no credit.

@@ -4,6 +4,7 @@
 //! about it in a control frame (the *grant*), and the peer *writes* into it. Nothing
 //! lands in memory that was not exposed for that very write.
 
+pub mod closed;
 pub mod loopback;
 pub mod mixed;
 pub(crate) mod poller;
