@@ -275,6 +275,7 @@ class VerbsDevice:
         numa_node: int | None,
         pci_path: str | None,
         ports: Sequence[VerbsPort],
+        fault: str | None,
     ) -> VerbsDevice: ...
     @property
     def name(self) -> str: ...
@@ -290,6 +291,8 @@ class VerbsDevice:
     def pci_path(self) -> str | None: ...
     @property
     def ports(self) -> list[VerbsPort]: ...
+    @property
+    def fault(self) -> str | None: ...
 
 @final
 class VerbsChoice:

@@ -52,6 +52,7 @@ pub(crate) struct VerbsDevice {
     numa_node: Option<u32>,
     pci_path: Option<String>,
     ports: Vec<VerbsPort>,
+    fault: Option<String>,
 }
 
 /// A device, port and GID that a rank uses, and why.
@@ -191,6 +192,7 @@ impl From<Device> for VerbsDevice {
             numa_node: device.numa_node,
             pci_path: device.pci_path,
             ports: device.ports.into_iter().map(VerbsPort::from).collect(),
+            fault: device.fault,
         }
     }
 }
@@ -231,6 +233,7 @@ impl VerbsDevice {
             numa_node: self.numa_node,
             pci_path: self.pci_path.clone(),
             ports: self.ports.iter().map(VerbsPort::table).collect::<Result<_, _>>()?,
+            fault: self.fault.clone(),
         })
     }
 }

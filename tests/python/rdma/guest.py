@@ -407,6 +407,30 @@ def loss() -> Result:
 
 
 @scenario
+def families() -> Result:
+    """Host 1 has the GID of a link-local address, host 0 that of an IPv4 one; then both have link-local ones."""
+    import numpy as np
+
+    from mdas import session
+    from mdas.errors import ConfigurationError
+
+    os.environ.update(MDAS_LOG="info", MDAS_IB_DEVICE="rxe0:1", MDAS_IB_GID_INDEX=str(1 - HOST))
+    out: Result = {"used": [], "sums": []}
+    try:
+        with job("verbs"):
+            pass
+    except ConfigurationError as error:
+        out["error"] = str(error)
+    for _ in range(2):
+        with job("auto") as mdas:
+            out["used"].append(session.current().engine.transport)
+            out["sums"].append(float(mdas.allreduce(np.ones(100_000, "float32"))[-1]))
+        os.environ["MDAS_IB_GID_INDEX"] = "0"
+    out["log"] = (Path(os.environ["LAB_OUT"]) / "families.log").read_text()
+    return out
+
+
+@scenario
 def killed() -> Result:
     """Rank 1 is killed while rank 0 waits for it. Then both start anew."""
     import numpy as np

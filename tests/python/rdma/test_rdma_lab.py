@@ -18,19 +18,8 @@ pytestmark = pytest.mark.timeout(2700)
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 SCENARIOS = ["exactness", "mixed", "rails", "device_tests", "foreign_peer"]
-SCENARIOS += [
-    "zero_copy",
-    "registrations",
-    "read_only",
-    "held",
-    "forks",
-    "loss",
-    "killed",
-    "link_down",
-    "port_flaps",
-    "memlock",
-    "doctor",
-]
+SCENARIOS += ["zero_copy", "registrations", "read_only", "held", "forks", "loss"]
+SCENARIOS += ["families", "killed", "link_down", "port_flaps", "memlock"]
 SCENARIOS += ["doctor", "training"]
 NOTHING = {"completion_queues": 0, "contexts": 0, "memory_regions": 0, "protection_domains": 0, "queue_pairs": 0}
 
@@ -183,6 +172,17 @@ def test_forked_children_live_and_are_told_that_mdas_stayed_behind(lab):
 def test_lost_packets_change_nothing(lab):
     for host in lab("loss"):
         assert host == {"1": True, "5": True}
+
+
+def test_gids_of_different_families_are_no_connection_and_link_local_ones_are(lab):
+    differ = "do not understand each other: rank 0: RoCE v2 over IPv4; rank 1: RoCE v2 over link-local IPv6"
+    for host in lab("families"):
+        assert differ in host["error"]
+        assert host["used"] == ["tcp", "verbs"]
+        assert host["sums"] == [2.0, 2.0]
+    ours, theirs = lab("families")
+    assert f"over tcp: not verbs, since they {differ}" in ours["log"]
+    assert "is link-local and reaches only peers on the same Ethernet" in theirs["log"]
 
 
 def test_a_killed_peer_is_lost_at_once_and_a_new_job_works(lab):
