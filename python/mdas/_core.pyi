@@ -14,6 +14,7 @@ __all__ = [
     "Engine",
     "EngineSettings",
     "Error",
+    "Identity",
     "InvalidArgumentError",
     "Listener",
     "Memory",
@@ -49,6 +50,7 @@ __all__ = [
     "transposed_times",
     "try_verbs",
     "verbs_devices",
+    "verbs_in_use",
     "verbs_live",
 ]
 
@@ -80,11 +82,15 @@ class Memory(Buffer):
     def __len__(self) -> int: ...
 
 @final
+class Identity:
+    def __new__(cls) -> Identity: ...
+
+@final
 class View:
     @staticmethod
-    def from_buffer(obj: object, writable: bool) -> View: ...
+    def from_buffer(obj: object, writable: bool, identity: Identity | None = None) -> View: ...
     @staticmethod
-    def from_address(address: int, count: int, dtype: str, owner: Any) -> View: ...
+    def from_address(address: int, count: int, dtype: str, owner: Any, identity: Identity | None = None) -> View: ...
     @property
     def count(self) -> int: ...
     @property
@@ -269,6 +275,7 @@ class VerbsDevice:
         numa_node: int | None,
         pci_path: str | None,
         ports: Sequence[VerbsPort],
+        fault: str | None,
     ) -> VerbsDevice: ...
     @property
     def name(self) -> str: ...
@@ -284,6 +291,8 @@ class VerbsDevice:
     def pci_path(self) -> str | None: ...
     @property
     def ports(self) -> list[VerbsPort]: ...
+    @property
+    def fault(self) -> str | None: ...
 
 @final
 class VerbsChoice:
@@ -320,6 +329,7 @@ class VerbsOptions:
 
 def try_verbs(device: str, nbytes: int) -> None: ...
 def verbs_devices() -> list[VerbsDevice]: ...
+def verbs_in_use() -> bool: ...
 def verbs_live() -> dict[str, int]: ...
 def choose_verbs(
     devices: Sequence[VerbsDevice],

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from mdas import _core
+from mdas import _core, identity
 from mdas.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ def view(array: object, *, writable: bool) -> _core.View:
         return _tensor_view(array, writable=writable)
     if numpy is not None and isinstance(array, numpy.ndarray) and array.ndim == 0:
         array = array.reshape(1)  # a view; buffers without a shape have none to check
-    return _core.View.from_buffer(array, writable)
+    same = identity.of_array(array) if numpy is not None and isinstance(array, numpy.ndarray) else None
+    return _core.View.from_buffer(array, writable, same)
 
 
 def _tensor_view(tensor: torch.Tensor, *, writable: bool) -> _core.View:
@@ -63,7 +64,7 @@ def storage_view(tensor: torch.Tensor) -> _core.View:
     # Not `tensor` itself: `tensor.data = ...` and `tensor.set_()` would let go of the memory.
     held = tensor.detach()
     dtype = str(held.dtype).removeprefix("torch.")
-    return _core.View.from_address(held.data_ptr(), held.numel(), dtype, held)
+    return _core.View.from_address(held.data_ptr(), held.numel(), dtype, held, identity.of_tensor(held))
 
 
 def empty_like(array: Any, shape: tuple[int, ...]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 
 from mdas.errors import ConfigurationError
 from mdas.rendezvous import ranges
@@ -18,7 +19,7 @@ class Decision:
     """What the job's connections are made of."""
 
     kinds: tuple[str | None, ...]
-    """What every rank talks over verbs; None: nothing. Two that talk the same use it, all other pairs TCP."""
+    """What every rank talks over verbs, in words; None: nothing. Two that talk the same use it, all other pairs TCP."""
     why: str
     rails: int = 1
     """Ports that every rank uses, over verbs."""
@@ -81,7 +82,19 @@ def _obstacle(offers: Sequence[Sequence[Offer] | str], kinds: Sequence[str | Non
 
 
 def _kind(rails: Sequence[Offer]) -> str:
-    return ", ".join(dict.fromkeys(offer.kind for offer in rails))
+    words = [_word(offer) for offer in rails]
+    # The n-th rail of one rank talks to the n-th of another.
+    return words[0] if len(set(words)) == 1 else ", ".join(words)
+
+
+def _word(offer: Offer) -> str:
+    """What must be equal at both ends of a connection. On RoCE a GID is an address, and reaches those of its family."""
+    if offer.kind == "InfiniBand":
+        return offer.kind
+    address = IPv6Address(offer.gid)
+    inner = address.ipv4_mapped or address
+    local = "link-local " if inner.is_link_local else ""
+    return f"{offer.kind} over {local}IPv{inner.version}"
 
 
 def _grouped(words: Sequence[str | None]) -> list[str]:

@@ -20,7 +20,7 @@ class VerbsSettings:
 
     device: str | None = None
     """MDAS_IB_DEVICE: devices to choose from, separated by commas; a name stands for all that begin with it,
-    `=name` for that one only; a leading `^` turns the list into exclusions."""
+    `=name` for that one only, `name:port` for that port only; a leading `^` turns the list into exclusions."""
     port: int | None = None
     """MDAS_IB_PORT: this port of a device only."""
     gid_index: int | None = None

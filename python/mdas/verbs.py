@@ -29,7 +29,7 @@ class Offer:
     gid: str
     """Written as the IPv6 address whose bytes it has."""
     kind: str
-    """"InfiniBand", "RoCE v1" or "RoCE v2": only equal ones understand each other."""
+    """"InfiniBand", "RoCE v1" or "RoCE v2"."""
     lid: int
     """0 on Ethernet."""
     mtu: int

@@ -25,7 +25,12 @@ def port(
 
 def device(name: str, *ports: _core.VerbsPort, numa_node: int | None = None) -> _core.VerbsDevice:
     """A device that speaks InfiniBand or RoCE."""
-    return _core.VerbsDevice(name, "InfiniBand", 0x506B4B0300A1B2C3, "20.31.1014", numa_node, None, list(ports))
+    return _core.VerbsDevice(name, "InfiniBand", 0x506B4B0300A1B2C3, "20.31.1014", numa_node, None, list(ports), None)
+
+
+def faulty(name: str, fault: str) -> _core.VerbsDevice:
+    """A device that cannot be opened."""
+    return _core.VerbsDevice(name, "a vendor's own", 0, "", None, None, [], fault)
 
 
 def rxe(address: str) -> list[_core.VerbsDevice]:

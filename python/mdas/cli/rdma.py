@@ -33,6 +33,9 @@ def _own_address(job: env.Job, chosen: Settings) -> str | None:
 
 
 def _device(device: _core.VerbsDevice) -> Iterator[Finding]:
+    if device.fault is not None:
+        yield Finding("rdma", device.name, "cannot be opened", note=device.fault)
+        return
     speaks = "" if device.protocol == "InfiniBand" else f", speaks {device.protocol}"
     numa = "" if device.numa_node is None else f", NUMA node {device.numa_node}"
     firmware = f", firmware {device.firmware}" if device.firmware else ""

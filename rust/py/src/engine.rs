@@ -78,7 +78,7 @@ impl Engine {
             let message = format!("out has elements of type {}, but the input of type {}", into.dtype, from.dtype);
             return Err(invalid(py, message));
         }
-        self.submit(py, op, (from.dtype, count), (View::region(input), View::region(output)), options)
+        self.submit(py, op, (from.dtype, count), (from.region(), into.region()), options)
     }
 }
 
@@ -213,6 +213,7 @@ impl Engine {
             ("bytes_received", counters.bytes_received),
             ("bytes_copied", counters.bytes_copied),
             ("operations", counters.operations),
+            ("registrations", counters.registrations),
         ]))
     }
 

@@ -34,10 +34,11 @@ mod _core {
     use super::memory::Memory;
     #[pymodule_export]
     use super::verbs::{
-        VerbsChoice, VerbsDevice, VerbsGid, VerbsOptions, VerbsPort, choose_verbs, try_verbs, verbs_devices, verbs_live,
+        VerbsChoice, VerbsDevice, VerbsGid, VerbsOptions, VerbsPort, choose_verbs, try_verbs, verbs_devices,
+        verbs_in_use, verbs_live,
     };
     #[pymodule_export]
-    use super::view::View;
+    use super::view::{Identity, View};
     #[pymodule_export]
     use super::work::Work;
 

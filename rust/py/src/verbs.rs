@@ -52,6 +52,7 @@ pub(crate) struct VerbsDevice {
     numa_node: Option<u32>,
     pci_path: Option<String>,
     ports: Vec<VerbsPort>,
+    fault: Option<String>,
 }
 
 /// A device, port and GID that a rank uses, and why.
@@ -191,6 +192,7 @@ impl From<Device> for VerbsDevice {
             numa_node: device.numa_node,
             pci_path: device.pci_path,
             ports: device.ports.into_iter().map(VerbsPort::from).collect(),
+            fault: device.fault,
         }
     }
 }
@@ -231,6 +233,7 @@ impl VerbsDevice {
             numa_node: self.numa_node,
             pci_path: self.pci_path.clone(),
             ports: self.ports.iter().map(VerbsPort::table).collect::<Result<_, _>>()?,
+            fault: self.fault.clone(),
         })
     }
 }
@@ -269,6 +272,12 @@ pub(crate) fn try_verbs(py: Python<'_>, device: &str, nbytes: usize) -> PyResult
 #[pyfunction]
 pub(crate) fn verbs_live() -> BTreeMap<&'static str, usize> {
     live::KINDS.iter().map(|&(kind, name)| (name, live::count(kind))).collect()
+}
+
+/// Does this process have anything that memory would be registered with?
+#[pyfunction]
+pub(crate) fn verbs_in_use() -> bool {
+    live::count(live::Kind::ProtectionDomain) > 0
 }
 
 /// What a rank uses of `devices`, the best first, up to `rails` ports; the settings `wanted`, `port` and `gid_index` are those of MDAS_IB_DEVICE, _PORT and

@@ -3,17 +3,35 @@
 use std::sync::Arc;
 
 use mdas_core::engine::Region;
+use mdas_core::transport;
 use mdas_kernels::DType;
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
-/// What keeps the memory in place.
-enum Keep {
+/// What keeps the memory in place. A Python object, since whoever lets go of it last may not have the GIL: PyO3 then
+/// defers the decrement (and with it the release of the buffer) until some thread holds it.
+#[pyclass(frozen)]
+struct Keep(#[expect(dead_code, reason = "held for its release")] Kept);
+
+enum Kept {
     /// A buffer export: its object may neither resize nor free the memory before release.
     Buffer(#[expect(dead_code, reason = "held for its release")] PyUntypedBuffer),
     /// An object that owns the memory at an address.
     Owner(#[expect(dead_code, reason = "held for its reference")] Py<PyAny>),
+}
+
+/// Of memory that stays where it is as long as some object lives: registered once for all views that are given it
+/// (over RDMA), until this object is gone.
+#[pyclass(frozen, module = "mdas._core")]
+pub(crate) struct Identity(Arc<transport::Identity>);
+
+#[pymethods]
+impl Identity {
+    #[new]
+    fn new() -> Self {
+        Self(Arc::new(transport::Identity))
+    }
 }
 
 /// Contiguous memory of one element type.
@@ -23,7 +41,9 @@ pub(crate) struct View {
     pub(crate) count: usize,
     pub(crate) dtype: DType,
     pub(crate) writable: bool,
-    _keep: Keep,
+    /// One for all operations on the view, so that it is registered once as input and output.
+    keep: Arc<Py<Keep>>,
+    identity: Option<Arc<transport::Identity>>,
 }
 
 #[pymethods]
@@ -32,7 +52,8 @@ impl View {
     ///
     /// Raises TypeError if it is not contiguous, of an unsupported type, or read-only though `writable`.
     #[staticmethod]
-    fn from_buffer(obj: &Bound<'_, PyAny>, writable: bool) -> PyResult<Self> {
+    #[pyo3(signature = (obj, writable, identity=None))]
+    fn from_buffer(obj: &Bound<'_, PyAny>, writable: bool, identity: Option<&Bound<'_, Identity>>) -> PyResult<Self> {
         let what = obj.get_type().name()?;
         let buffer = PyUntypedBuffer::get(obj).map_err(|cause| {
             let refused = PyTypeError::new_err(format!(
@@ -64,15 +85,25 @@ impl View {
         }
         let (count, writable) = (buffer.item_count(), !buffer.readonly());
         let address = aligned(buffer.buf_ptr() as usize, count, dtype)?;
-        Ok(Self { address, count, dtype, writable, _keep: Keep::Buffer(buffer) })
+        let keep = Arc::new(Py::new(obj.py(), Keep(Kept::Buffer(buffer)))?);
+        Ok(Self { address, count, dtype, writable, keep, identity: held(identity) })
     }
 
     /// `count` elements at an address that `owner` keeps valid and writable, such as a tensor's `data_ptr()`.
     #[staticmethod]
-    fn from_address(address: usize, count: usize, dtype: &str, owner: Py<PyAny>) -> PyResult<Self> {
+    #[pyo3(signature = (address, count, dtype, owner, identity=None))]
+    fn from_address(
+        py: Python<'_>,
+        address: usize,
+        count: usize,
+        dtype: &str,
+        owner: Py<PyAny>,
+        identity: Option<&Bound<'_, Identity>>,
+    ) -> PyResult<Self> {
         let dtype = parse_dtype(dtype)?;
         let address = aligned(address, count, dtype)?;
-        Ok(Self { address, count, dtype, writable: true, _keep: Keep::Owner(owner) })
+        let keep = Arc::new(Py::new(py, Keep(Kept::Owner(owner)))?);
+        Ok(Self { address, count, dtype, writable: true, keep, identity: held(identity) })
     }
 
     /// Number of elements.
@@ -101,14 +132,19 @@ impl View {
 }
 
 impl View {
-    /// The memory for the engine, which holds on to the view until the operation is over.
-    ///
-    /// The engine's thread may drop it without the GIL: PyO3 then defers the decrement (and with it the
-    /// release of the buffer) until some thread holds the GIL.
-    pub(crate) fn region(slf: &Bound<'_, Self>) -> Region {
-        let view = slf.get();
-        Region { ptr: view.address as *mut u8, len: view.nbytes(), owner: Some(Arc::new(slf.clone().unbind())) }
+    /// The memory for the engine, which holds on to what keeps it in place until the operation is over.
+    pub(crate) fn region(&self) -> Region {
+        Region {
+            ptr: self.address as *mut u8,
+            len: self.nbytes(),
+            owner: Some(self.keep.clone()),
+            identity: self.identity.clone(),
+        }
     }
+}
+
+fn held(identity: Option<&Bound<'_, Identity>>) -> Option<Arc<transport::Identity>> {
+    identity.map(|identity| identity.get().0.clone())
 }
 
 /// The element type of a buffer: a `struct` format in native byte order.

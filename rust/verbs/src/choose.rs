@@ -18,7 +18,7 @@ use crate::table::{Device, Gid, GidKind, LinkLayer, Port, PortState, Protocol};
 #[derive(Debug, Clone)]
 pub struct Request {
     /// `MDAS_IB_DEVICE`: names separated by commas; a name stands for all that begin with it, `=name` for that one
-    /// only; a leading `^` turns the list into exclusions. `None` or "": all devices.
+    /// only, `name:port` for that port only; a leading `^` turns the list into exclusions. `None` or "": all devices.
     pub devices: Option<String>,
     /// `MDAS_IB_PORT`: this port only.
     pub port: Option<u8>,
@@ -93,8 +93,9 @@ pub fn choose(devices: &[Device], request: &Request) -> Result<Vec<Choice>, Stri
     }
     let mut refused = Vec::new();
     let mut candidates = Vec::new();
-    for device in named(devices, request.devices.as_deref().unwrap_or(""))? {
-        for port in &device.ports {
+    for (device, ports) in named(devices, request.devices.as_deref().unwrap_or(""))? {
+        refused.extend(device.fault.as_ref().map(|fault| format!("{}: {fault}", device.name)));
+        for port in ports {
             if request.port.is_none_or(|number| number == port.number) {
                 match usable_gid(device, port, request) {
                     Ok(gid) => candidates.push(Candidate { device, port, gid }),
@@ -139,23 +140,58 @@ pub fn global_route(ours: &Choice, theirs: &Choice) -> bool {
     ours.grh_required || theirs.grh_required || ours.gid[..8] != theirs.gid[..8]
 }
 
-/// The devices that `MDAS_IB_DEVICE` allows.
-fn named<'a>(devices: &'a [Device], list_of_names: &str) -> Result<Vec<&'a Device>, String> {
+/// An entry of `MDAS_IB_DEVICE`.
+struct Name<'a> {
+    /// The device's, or how it begins.
+    device: &'a str,
+    whole: bool,
+    port: Option<u8>,
+}
+
+impl<'a> Name<'a> {
+    fn parse(entry: &'a str) -> Result<Name<'a>, String> {
+        let (name, port) = match entry.split_once(':') {
+            Some((name, port)) => {
+                let number = port.parse().ok().filter(|number| *number > 0);
+                (name, Some(number.ok_or_else(|| format!("{port:?} is not the number of a port"))?))
+            }
+            None => (entry, None),
+        };
+        let (device, whole) = name.strip_prefix('=').map_or((name, false), |name| (name, true));
+        Ok(Name { device, whole, port })
+    }
+
+    fn matches(&self, device: &Device) -> bool {
+        if self.whole { device.name == self.device } else { device.name.starts_with(self.device) }
+    }
+}
+
+/// The devices that `MDAS_IB_DEVICE` allows, with those of their ports that it does.
+fn named<'a>(devices: &'a [Device], list_of_names: &str) -> Result<Vec<(&'a Device, Vec<&'a Port>)>, String> {
     let (wanted, names) = match list_of_names.trim().strip_prefix('^') {
         Some(names) => (false, names),
         None => (true, list_of_names),
     };
-    let names: Vec<&str> = names.split(',').map(str::trim).filter(|name| !name.is_empty()).collect();
-    let matches = |device: &Device, name: &str| match name.strip_prefix('=') {
-        Some(whole) => device.name == whole,
-        None => device.name.starts_with(name),
-    };
+    let refuse = |what: &str| format!("MDAS_IB_DEVICE={list_of_names}: {what}; this host has {}", list(devices));
+    let names = names.split(',').map(str::trim).filter(|name| !name.is_empty()).map(Name::parse);
+    let names = names.collect::<Result<Vec<Name<'_>>, String>>().map_err(|what| refuse(&what))?;
     let wanted = wanted && !names.is_empty();
-    let allowed = |device: &&Device| names.iter().any(|name| matches(device, name)) == wanted;
-    let allowed: Vec<&Device> = devices.iter().filter(allowed).collect();
+    let listed = |device: &Device, port: Option<u8>| {
+        names.iter().any(|name| name.matches(device) && (name.port.is_none() || name.port == port))
+    };
+    let allowed = devices.iter().filter_map(|device| {
+        let ports = device.ports.iter().filter(|port| listed(device, Some(port.number)) == wanted).collect::<Vec<_>>();
+        let any = if device.ports.is_empty() { listed(device, None) == wanted } else { !ports.is_empty() };
+        any.then_some((device, ports))
+    });
+    let allowed: Vec<(&Device, Vec<&Port>)> = allowed.collect();
     if allowed.is_empty() {
-        let what = if wanted { "no device has such a name" } else { "that excludes every device" };
-        return Err(format!("MDAS_IB_DEVICE={list_of_names}: {what}; this host has {}", list(devices)));
+        let known = devices.iter().any(|device| names.iter().any(|name| name.matches(device)));
+        return Err(refuse(match (wanted, known) {
+            (true, false) => "no device has such a name",
+            (true, true) => "no device of such a name has such a port",
+            (false, _) => "that excludes every device",
+        }));
     }
     Ok(allowed)
 }
@@ -259,7 +295,7 @@ fn list(devices: &[Device]) -> String {
     let mut sorted: Vec<&Device> = devices.iter().collect();
     sorted.sort_by_key(|device| natural(&device.name));
     let ports = |device: &Device| match device.ports.len() {
-        1 => String::new(),
+        0 | 1 => String::new(),
         count => format!(" ({count} ports)"),
     };
     sorted.iter().map(|device| format!("{}{}", device.name, ports(device))).collect::<Vec<_>>().join(", ")

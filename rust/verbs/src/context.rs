@@ -41,16 +41,16 @@ pub enum AsyncEvent {
     Other(i32),
 }
 
-/// All devices of this host, by name, with what libibverbs and sysfs tell of them.
+/// All devices of this host, by name, with what libibverbs and sysfs tell of them. One that cannot be asked says why.
 ///
 /// # Errors
-/// If there is no libibverbs, or a device cannot be asked.
+/// If there is no libibverbs, or the kernel has no list of devices.
 pub fn devices() -> Result<Vec<Device>> {
     let library = library().map_err(Error::Library)?;
     let mut found = Vec::new();
     for_each_device(library, |device, name| {
-        let context = Context::from_device(library, device, &name)?;
-        found.push(context.describe(device)?);
+        let described = Context::from_device(library, device, &name).and_then(|context| context.describe(device));
+        found.push(described.unwrap_or_else(|error| Device::faulty(name, error.to_string())));
         Ok(true)
     })?;
     found.sort_by(|a, b| a.name.cmp(&b.name));
@@ -150,6 +150,7 @@ impl Context {
                 path.starts_with("pci").then_some(path)
             }),
             ports,
+            fault: None,
         })
     }
 
@@ -219,6 +220,11 @@ impl Context {
             _ => GidKind::InfiniBand,
         };
         Some(Gid { index, bytes: entry.gid, kind, interface: interface_name(entry.ndev_ifindex) })
+    }
+
+    /// Has a forked child copies of registered pages? With an older kernel it has nothing in their place.
+    pub fn children_get_copies(&self) -> bool {
+        self.library.copies_for_children
     }
 
     /// Readable when [`Context::next_event`] has something.

@@ -37,6 +37,11 @@ impl Error {
         Error::Verb { verb, place: place.into(), errno: errno.abs(), hint: String::new() }
     }
 
+    /// Is there too little of something, such as memory that may be locked, which others may give back?
+    pub fn is_shortage(&self) -> bool {
+        matches!(self, Error::Verb { errno: libc::ENOMEM | libc::EAGAIN | libc::ENOSPC, .. })
+    }
+
     pub(crate) fn with_hint(self, text: impl FnOnce(i32) -> Option<String>) -> Error {
         match self {
             Error::Verb { verb, place, errno, .. } => Error::Verb {

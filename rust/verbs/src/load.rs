@@ -20,6 +20,8 @@ macro_rules! functions {
             /// From rdma-core 34 on.
             pub(crate) ibv_reg_dmabuf_mr:
                 Option<unsafe extern "C" fn(*mut sys::Pd, u64, usize, u64, c_int, c_int) -> *mut sys::Mr>,
+            /// Does the kernel copy registered pages for a forked child, which otherwise has to do without them?
+            pub(crate) copies_for_children: bool,
         }
 
         impl Library {
@@ -40,6 +42,7 @@ macro_rules! functions {
                             >(found)
                         }
                     }),
+                    copies_for_children: false,
                 })
             }
         }
@@ -94,11 +97,11 @@ fn open() -> Result<Library, String> {
             if wanted.is_some() { VARIABLE } else { "install rdma-core (Debian: libibverbs1 and ibverbs-providers)" };
         return Err(format!("cannot load {name}: {} ({hint})", reason()));
     }
-    let library =
+    let mut library =
         Library::from(handle).map_err(|missing| format!("{name} is too old, or not libibverbs: {missing}"))?;
     // Where the kernel copies registered pages for a forked child, `ibv_fork_init` would only harm: it takes whole pages
     // away from the child, and with them whatever else lies on them.
-    let unneeded = symbol(handle, "ibv_is_fork_initialized", "IBVERBS_1.13").is_ok_and(|found| {
+    library.copies_for_children = symbol(handle, "ibv_is_fork_initialized", "IBVERBS_1.13").is_ok_and(|found| {
         // SAFETY: the type that infiniband/verbs.h gives it.
         let status = unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> c_int>(found) };
         // SAFETY: it has no conditions.
@@ -106,7 +109,7 @@ fn open() -> Result<Library, String> {
         status == sys::FORK_UNNEEDED
     });
     // SAFETY: no device is open yet, and this is called once.
-    let rc = if unneeded { 0 } else { unsafe { (library.ibv_fork_init)() } };
+    let rc = if library.copies_for_children { 0 } else { unsafe { (library.ibv_fork_init)() } };
     if rc != 0 {
         // Old kernels only; everything works but forking.
         log::warn!("ibv_fork_init: {}", std::io::Error::from_raw_os_error(rc.abs()));

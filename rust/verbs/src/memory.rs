@@ -33,8 +33,6 @@ pub struct Access {
 pub struct MemoryRegion {
     raw: NonNull<sys::Mr>,
     domain: Arc<ProtectionDomain>,
-    address: usize,
-    length: usize,
     _counted: Counted,
 }
 
@@ -87,14 +85,14 @@ impl MemoryRegion {
         let Some(raw) = NonNull::new(raw) else {
             let error = Error::last("ibv_reg_mr", format!("{}, {length} bytes", context.name));
             let read_only =
-                "the device can reach memory only if it may be written: pass a copy of what is mapped read-only";
+                "the device can reach memory only if it may be written, and this is mapped for reading only";
             return Err(error.with_hint(|errno| match errno {
                 libc::EFAULT => Some(read_only.into()),
                 errno => memlock_hint(errno, length),
             }));
         };
         let _counted = Counted::new(Kind::MemoryRegion);
-        Ok(MemoryRegion { raw, domain: domain.clone(), address: address as usize, length, _counted })
+        Ok(MemoryRegion { raw, domain: domain.clone(), _counted })
     }
 
     /// Registers memory of another device (a GPU's, say), which that exports as a DMA-buf: `length` bytes from `offset`
@@ -130,7 +128,7 @@ impl MemoryRegion {
             })
         })?;
         let _counted = Counted::new(Kind::MemoryRegion);
-        Ok(MemoryRegion { raw, domain: domain.clone(), address, length, _counted })
+        Ok(MemoryRegion { raw, domain: domain.clone(), _counted })
     }
 
     /// Key for this host's work requests.
@@ -143,16 +141,6 @@ impl MemoryRegion {
     pub fn rkey(&self) -> u32 {
         // SAFETY: a live region.
         unsafe { self.raw.as_ref() }.rkey
-    }
-
-    /// Does it hold all of these bytes?
-    pub fn covers(&self, address: usize, length: usize) -> bool {
-        self.address <= address && address + length <= self.address + self.length
-    }
-
-    /// Does it hold any of these bytes?
-    pub fn overlaps(&self, address: usize, length: usize) -> bool {
-        self.address < address + length && address < self.address + self.length
     }
 }
 

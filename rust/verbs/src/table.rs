@@ -22,6 +22,8 @@ pub struct Device {
     pub pci_path: Option<String>,
     /// In the order of their numbers.
     pub ports: Vec<Port>,
+    /// Why it cannot be opened, or asked for what it has: then there are no ports either.
+    pub fault: Option<String>,
 }
 
 /// What a device speaks (`ibv_transport_type`).
@@ -109,6 +111,22 @@ pub enum GidKind {
     RoceV1,
     /// InfiniBand's packets in UDP.
     RoceV2,
+}
+
+impl Device {
+    /// One of which nothing but its name is known.
+    pub fn faulty(name: String, fault: String) -> Device {
+        Device {
+            name,
+            protocol: Protocol::Other,
+            guid: 0,
+            firmware: String::new(),
+            numa_node: None,
+            pci_path: None,
+            ports: Vec::new(),
+            fault: Some(fault),
+        }
+    }
 }
 
 impl Gid {

@@ -68,6 +68,16 @@ def test_devices_ports_and_gids_are_listed(host: Host) -> None:
     assert found["choice"].note == "the best of 2 usable ports, addressed by LID 10"
 
 
+def test_a_device_that_cannot_be_opened_is_listed_among_the_others(host: Host) -> None:
+    fault = "ibv_open_device on mlx5_9: no access to /dev/infiniband/uverbs*"
+    host.has(*recorded.rxe("127.0.0.1"), recorded.faulty("mlx5_9", fault))
+    found = host.examine()
+    assert (found["mlx5_9"].value, found["mlx5_9"].note) == ("cannot be opened", fault)
+    assert found["choice"].value == "rxe0 port 1 GID 1"
+    host.has(recorded.faulty("mlx5_9", fault))
+    assert host.examine()["choice"].note == f"mlx5_9: {fault}"
+
+
 def test_the_choice_decides_about_the_transport(host: Host) -> None:
     host.has(*recorded.rxe("127.0.0.1"))
     found = host.examine(**TWO_NODES)

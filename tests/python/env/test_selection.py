@@ -14,6 +14,9 @@ Offers = tuple[Offer, ...] | str
 ROCE = (Offer("rxe0", 1, 1, "::ffff:10.0.0.5", "RoCE v2", 0, 4096),)
 ROCE_1 = (Offer("mlx4_0", 1, 0, "::ffff:10.0.0.5", "RoCE v1", 0, 1024),)
 FABRIC = (Offer("mlx5_0", 1, 0, "fe80::1", "InfiniBand", 17, 4096),)
+ROCE_6 = (Offer("mlx5_2", 1, 3, "2001:db8::5", "RoCE v2", 0, 4096),)
+LOCAL_6 = (Offer("mlx5_2", 1, 0, "fe80::5054:ff:fe12:3456", "RoCE v2", 0, 4096),)
+LOCAL_4 = (Offer("mlx5_2", 1, 0, "::ffff:169.254.3.4", "RoCE v2", 0, 4096),)
 NONE = "this host has no RDMA device"
 DOWN = "mlx5_0 port 1: it is down: no cable, or its network interface is down"
 
@@ -33,7 +36,7 @@ DECISIONS: list[tuple[str, tuple[int, ...], list[Offers], str, str]] = [
         (0, 1, 1),
         [FABRIC, ROCE, ROCE],
         "tcp",
-        "not verbs, since they do not understand each other: rank 0: InfiniBand; ranks 1-2: RoCE v2",
+        "not verbs, since they do not understand each other: rank 0: InfiniBand; ranks 1-2: RoCE v2 over IPv4",
     ),
     (
         "auto",
@@ -47,14 +50,32 @@ DECISIONS: list[tuple[str, tuple[int, ...], list[Offers], str, str]] = [
         (0, 0, 1, 2, 2),
         [FABRIC, ROCE, FABRIC, ROCE, DOWN],
         "mixed",
-        f"verbs (ranks 0, 2: InfiniBand; ranks 1, 3: RoCE v2), else TCP, since rank 4: {DOWN}",
+        f"verbs (ranks 0, 2: InfiniBand; ranks 1, 3: RoCE v2 over IPv4), else TCP, since rank 4: {DOWN}",
     ),
     (
         "auto",
         (0, 1),
         [ROCE_1, ROCE],
         "tcp",
-        "not verbs, since they do not understand each other: rank 0: RoCE v1; rank 1: RoCE v2",
+        "not verbs, since they do not understand each other: rank 0: RoCE v1 over IPv4; rank 1: RoCE v2 over IPv4",
+    ),
+]
+_MIXED = "not verbs, since they do not understand each other: rank 0: RoCE v2 over {}; rank 1: RoCE v2 over {}"
+_EVEN = "ranks 0, 2: RoCE v2 over IPv4"
+DECISIONS += [
+    ("auto", (0, 1), [ROCE_6, ROCE_6], "verbs", "every rank offers it"),
+    ("auto", (0, 1), [LOCAL_6, LOCAL_6], "verbs", "every rank offers it"),
+    ("auto", (0, 1), [LOCAL_4, LOCAL_4], "verbs", "every rank offers it"),
+    ("auto", (0, 1), [ROCE, ROCE_6], "tcp", _MIXED.format("IPv4", "IPv6")),
+    ("auto", (0, 1), [ROCE, LOCAL_6], "tcp", _MIXED.format("IPv4", "link-local IPv6")),
+    ("auto", (0, 1), [LOCAL_6, ROCE_6], "tcp", _MIXED.format("link-local IPv6", "IPv6")),
+    ("auto", (0, 1), [ROCE, LOCAL_4], "tcp", _MIXED.format("IPv4", "link-local IPv4")),
+    (
+        "auto",
+        (0, 1, 2),
+        [ROCE, ROCE_6, ROCE],
+        "mixed",
+        f"verbs ({_EVEN}), else TCP, since they do not understand each other: {_EVEN}; rank 1: RoCE v2 over IPv6",
     ),
 ]
 
@@ -69,7 +90,7 @@ def test_both_ends_of_a_pair_take_the_same() -> None:
     offers: list[Offers] = [FABRIC, ROCE, FABRIC, ROCE, DOWN, ROCE_1]
     decision = decide("auto", (0, 0, 1, 1, 2, 2), offers)
     # The only one that talks RoCE v1 has nobody to talk to.
-    assert decision.kinds == ("InfiniBand", "RoCE v2", "InfiniBand", "RoCE v2", None, None)
+    assert decision.kinds == ("InfiniBand", "RoCE v2 over IPv4", "InfiniBand", "RoCE v2 over IPv4", None, None)
     table = [decision.over_verbs(rank) for rank in range(6)]
     assert [[peer for peer in range(6) if row[peer]] for row in table] == [[2], [3], [0], [1], [], []]
     assert decide("verbs", (0, 0), [ROCE, ROCE]).over_verbs(0) == [False, True]
@@ -86,15 +107,20 @@ def test_the_job_takes_as_many_rails_as_every_rank_offers() -> None:
     assert decide("verbs", (0, 1), [ROCE * 2, ROCE]).rails == 1
     assert decide("auto", (0, 1), [ROCE + ROCE_1, ROCE]).transport == "verbs"
     assert decide("auto", (0, 1), [ROCE + ROCE_1, ROCE * 2]).why == (
-        "not verbs, since they do not understand each other: rank 0: RoCE v2, RoCE v1; rank 1: RoCE v2"
+        "not verbs, since they do not understand each other: rank 0: RoCE v2 over IPv4, RoCE v1 over IPv4; "
+        "rank 1: RoCE v2 over IPv4"
     )
+    # Each rail must reach its counterpart.
+    assert decide("auto", (0, 1), [ROCE + ROCE + ROCE_6, ROCE + ROCE_6 + ROCE_6]).transport == "tcp"
+    assert decide("auto", (0, 1), [ROCE + ROCE_6, ROCE + ROCE_6]).transport == "verbs"
 
 
 @pytest.mark.parametrize(
     ("offers", "reason"),
     [
         ([ROCE, NONE], f"rank 1: {NONE}"),
-        ([FABRIC, ROCE], "they do not understand each other: rank 0: InfiniBand; rank 1: RoCE v2"),
+        ([FABRIC, ROCE], "they do not understand each other: rank 0: InfiniBand; rank 1: RoCE v2 over IPv4"),
+        ([ROCE, ROCE_6], "they do not understand each other: rank 0: RoCE v2 over IPv4; rank 1: RoCE v2 over IPv6"),
     ],
 )
 @pytest.mark.parametrize("nodes", [(0, 0), (0, 1)])

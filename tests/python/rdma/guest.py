@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import resource
@@ -194,6 +195,122 @@ def zero_copy() -> Result:
 
 
 @scenario
+def registrations() -> Result:
+    """How often memory of others is registered: arrays that stay, that die, that take the place of another."""
+    import numpy as np
+
+    from mdas import _core, session
+
+    out: Result = {}
+    with job("verbs") as mdas:
+        engine = session.current().engine
+
+        def regions() -> int:
+            return _core.verbs_live()["memory_regions"]
+
+        def counted(*arrays: Any, times: int = 4, **options: Any) -> list[int]:
+            """Registrations for each of some allreduces."""
+            counts = [engine.counters()["registrations"]]
+            for _ in range(times):
+                mdas.allreduce(*arrays, **options)
+                counts.append(engine.counters()["registrations"])
+            return [after - before for before, after in itertools.pairwise(counts)]
+
+        for name in ("float32", "float16"):  # what the engine itself needs
+            counted(np.ones(100_000, name))
+            counted(np.ones(100_000, name), times=1)
+        for name in ("float32", "float16"):
+            array = np.ones(100_000, name)
+            out[name] = counted(array)
+            out[f"{name} value"] = float(array[-1])
+            out[f"{name} part"] = counted(array[10_000:90_000])
+            out[f"{name} out"] = counted(array, out=np.empty_like(array), op="average")
+        out["bytearray"] = counted(bytearray(100_000))
+        # So large that malloc gives it pages of its own, which go back at once.
+        large = np.full(10_000_000, 1.0 + HOST, "float32")
+        place, before = large.ctypes.data, regions()
+        out["large"] = counted(large[:200_000], times=2)
+        out["registered"] = regions() - before
+        del large
+        for _ in range(50):
+            if regions() <= before:
+                break
+            time.sleep(0.1)
+        out["deregistered"] = regions() <= before
+        for name in ("first", "second"):
+            large = np.full(10_000_000, 1.0 + HOST, "float32")
+            out[f"{name} at the same place"] = large.ctypes.data == place
+            out[f"{name} counted"] = counted(large[:200_000], times=1)
+            out[f"{name} value"] = bool((large[:200_000] == 3.0).all())
+            if name == "second":
+                try:
+                    large.resize(100, refcheck=False)
+                except ValueError as error:
+                    out["resize"] = str(error)
+                out["resized"] = counted(np.resize(large, 300_000), times=1)
+            del large
+        kept = np.ones(100_000, "float32")
+        mdas.allreduce(kept)
+        out["kept"] = regions()
+        mdas.barrier()
+    out["left"] = left()
+    with job("verbs") as mdas:
+        again = mdas.allreduce(kept, op="average")
+        out["again"] = bool((again == 2.0).all())
+    return out
+
+
+@scenario
+def read_only() -> Result:
+    """An input that is mapped for reading only, which the device cannot be told of."""
+    import numpy as np
+
+    from mdas import session
+
+    os.environ["MDAS_LOG"] = "debug"
+    file = Path(tempfile.gettempdir()) / "mapped"
+    np.arange(300_000, dtype="float32").tofile(file)
+    out: Result = {"exact": [], "copied": []}
+    for transport in ("verbs", "tcp"):
+        with job(transport) as mdas:
+            mapped = np.memmap(file, "float32", mode="r")
+            engine = session.current().engine
+            for _ in range(2):
+                before = engine.counters()["bytes_copied"]
+                total = mdas.allreduce(mapped, out=np.empty(300_000, "float32"))
+                out["copied"].append(engine.counters()["bytes_copied"] - before)
+                out["exact"].append(bool(np.array_equal(total, np.arange(300_000, dtype="float32") * 2)))
+                both = mdas.allgather(mapped)
+                out["exact"].append(bool(np.array_equal(both, [mapped, mapped])))
+            mdas.barrier()
+    out["left"] = left()
+    out["log"] = (Path(os.environ["LAB_OUT"]) / "read_only.log").read_text()
+    return out
+
+
+@scenario
+def held() -> Result:
+    """Two jobs after each other, of which everything that a script can hold is held."""
+    import numpy as np
+
+    from mdas import session
+
+    kept: list[Any] = []
+    out: Result = {"left": [], "exact": []}
+    for transport in ("verbs", "verbs", "tcp", "tcp"):
+        with job(transport) as mdas:
+            group = mdas.new_group([1, 0])
+            values = np.ones(100_000, "float16")
+            work = mdas.allreduce(values, group=group, async_op=True)
+            work.wait()
+            kept += [group, work, values, session.current()]
+            out["exact"].append(bool((values == 2.0).all()))
+            mdas.barrier()
+        out["left"].append(left())
+    return out
+
+
+@scenario
 def mixed() -> Result:
     """Three ranks, of which the last one, on host 1, has no RDMA; what ranks 0 and 1 found."""
     program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import guest; guest.third()"
@@ -356,6 +473,30 @@ def loss() -> Result:
                 out[str(percent)] = bool(np.array_equal(values, np.arange(200_000, dtype="float32") * 3))
         finally:
             tc("del")
+    return out
+
+
+@scenario
+def families() -> Result:
+    """Host 1 has the GID of a link-local address, host 0 that of an IPv4 one; then both have link-local ones."""
+    import numpy as np
+
+    from mdas import session
+    from mdas.errors import ConfigurationError
+
+    os.environ.update(MDAS_LOG="info", MDAS_IB_DEVICE="rxe0:1", MDAS_IB_GID_INDEX=str(1 - HOST))
+    out: Result = {"used": [], "sums": []}
+    try:
+        with job("verbs"):
+            pass
+    except ConfigurationError as error:
+        out["error"] = str(error)
+    for _ in range(2):
+        with job("auto") as mdas:
+            out["used"].append(session.current().engine.transport)
+            out["sums"].append(float(mdas.allreduce(np.ones(100_000, "float32"))[-1]))
+        os.environ["MDAS_IB_GID_INDEX"] = "0"
+    out["log"] = (Path(os.environ["LAB_OUT"]) / "families.log").read_text()
     return out
 
 

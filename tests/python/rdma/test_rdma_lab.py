@@ -18,8 +18,8 @@ pytestmark = pytest.mark.timeout(2700)
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 SCENARIOS = ["exactness", "mixed", "rails", "device_tests", "foreign_peer"]
-SCENARIOS += ["zero_copy", "broken_groups", "broken_groups_of_three", "forks", "loss", "killed"]
-SCENARIOS += ["stopped", "link_down", "port_flaps", "memlock", "doctor", "training"]
+SCENARIOS += ["zero_copy", "registrations", "read_only", "held", "broken_groups", "broken_groups_of_three", "forks"]
+SCENARIOS += ["loss", "families", "killed", "stopped", "link_down", "port_flaps", "memlock", "doctor", "training"]
 NOTHING = {"completion_queues": 0, "contexts": 0, "memory_regions": 0, "protection_domains": 0, "queue_pairs": 0}
 
 
@@ -79,6 +79,14 @@ def test_nothing_is_left_of_a_job(lab):
             assert left["verbs"] == NOTHING
 
 
+def test_nothing_is_left_of_a_job_whose_handles_are_held(lab):
+    for host in lab("held"):
+        assert host["exact"] == [True] * 4
+        first, *others = host["left"]
+        assert first["verbs"] == NOTHING
+        assert others == [first] * 3
+
+
 def test_a_rank_without_rdma_is_reached_over_tcp_and_the_others_over_verbs(lab):
     ours, theirs = lab("mixed")
     assert ours == theirs
@@ -134,6 +142,36 @@ def test_a_group_that_breaks_in_mid_flight_costs_no_connection(lab):
             assert host["left"]["verbs"] == NOTHING
 
 
+def test_an_array_is_registered_once_and_what_takes_its_place_anew(lab):
+    for host in lab("registrations"):
+        for name in ("float32", "float16"):
+            assert host[name] == [1, 0, 0, 0]
+            assert host[f"{name} value"] == 16.0
+            assert host[f"{name} part"] == [0, 0, 0, 0]
+            assert host[f"{name} out"] == [1, 0, 0, 0]
+        assert host["bytearray"] == [1, 1, 1, 1]
+        assert host["large"] == [1, 0]
+        assert host["registered"] == 1
+        assert host["deregistered"]
+        for name in ("first", "second"):
+            assert host[f"{name} at the same place"]
+            assert host[f"{name} counted"] == [1]
+            assert host[f"{name} value"]
+        assert "cannot resize" in host["resize"]
+        assert host["resized"] == [1]
+        assert host["kept"] > 1
+        assert host["left"]["verbs"] == NOTHING
+        assert host["again"]
+
+
+def test_an_input_that_is_mapped_for_reading_only_is_copied(lab):
+    for host in lab("read_only"):
+        assert host["exact"] == [True] * 8
+        assert host["copied"] == [1_200_000, 1_200_000, 0, 0]
+        assert host["log"].count("its input is copied, since verbs: registering memory: ibv_reg_mr on rxe0") == 4
+        assert host["left"]["verbs"] == NOTHING
+
+
 def test_forked_children_live_and_are_told_that_mdas_stayed_behind(lab):
     for host in lab("forks"):
         assert host == {"ended": [7 << 8, 0], "exact": True}
@@ -142,6 +180,17 @@ def test_forked_children_live_and_are_told_that_mdas_stayed_behind(lab):
 def test_lost_packets_change_nothing(lab):
     for host in lab("loss"):
         assert host == {"1": True, "5": True}
+
+
+def test_gids_of_different_families_are_no_connection_and_link_local_ones_are(lab):
+    differ = "do not understand each other: rank 0: RoCE v2 over IPv4; rank 1: RoCE v2 over link-local IPv6"
+    for host in lab("families"):
+        assert differ in host["error"]
+        assert host["used"] == ["tcp", "verbs"]
+        assert host["sums"] == [2.0, 2.0]
+    ours, theirs = lab("families")
+    assert f"over tcp: not verbs, since they {differ}" in ours["log"]
+    assert "is link-local and reaches only peers on the same Ethernet" in theirs["log"]
 
 
 def test_a_killed_peer_is_lost_at_once_and_a_new_job_works(lab):

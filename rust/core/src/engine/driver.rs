@@ -133,10 +133,11 @@ impl Driver {
         }
     }
 
-    /// Ends everything that is left with `error`, then says goodbye to all.
+    /// Ends everything that is left with `error`, says goodbye to all, and keeps nothing open or registered: whoever
+    /// holds a handle holds us.
     pub fn close(&mut self, error: &Error, deadline: Duration) {
         self.break_all(error, false);
-        self.wires.transport.close(deadline);
+        self.wires.close(deadline);
         self.finish_leaving();
     }
 
@@ -225,7 +226,7 @@ impl Driver {
             }
             let work = exec.work.clone();
             // Memory first, then the news: whoever is told may free the buffers.
-            drop(exec);
+            exec.retire(&mut self.wires);
             work.finish(Ok(()));
         }
     }

@@ -102,6 +102,8 @@ pub struct Exec {
     input: Region,
     output: Region,
     scratch: HeapBytes,
+    /// The input, where a device cannot be told of the caller's memory.
+    staged: Option<HeapBytes>,
     dtype: DType,
     accumulator: DType,
     ahead: VecDeque<Ahead>,
@@ -117,19 +119,28 @@ pub struct Exec {
 
 impl Exec {
     /// Ready to run; nothing has been sent yet.
-    pub fn new(order: Order, recipe: Recipe, wires: &mut Wires) -> Result<Self> {
+    pub fn new(mut order: Order, recipe: Recipe, wires: &mut Wires) -> Result<Self> {
         let size = recipe.ranks.len();
-        let bytes = recipe.scratch * recipe.accumulator.size();
-        let scratch = HeapBytes::zeroed(bytes, 64).ok_or_else(|| {
-            Error::system(format!("allocating {bytes} bytes of scratch for {}", order.key), "out of memory")
-        })?;
-        let ours = [&order.input, &order.output].into_iter().filter_map(Region::registrable);
-        for (memory, keeper) in ours.chain([scratch.registrable()]) {
-            // What is shorter travels inside control frames.
-            if memory.len > INLINE_BYTES {
-                wires.transport.register(memory, keeper)?;
-            }
+        // What is shorter travels inside control frames.
+        let travels = |bytes: usize| bytes > INLINE_BYTES;
+        if let Some(output) = order.output.registrable().filter(|_| travels(order.output.len)) {
+            wires.register(output)?;
         }
+        let mut staged = None;
+        if let Some(input) = order.input.registrable().filter(|_| travels(order.input.len))
+            && let Err(refusal) = wires.register(input)
+        {
+            let area = stage(&order, refusal, wires)?;
+            order.input.ptr = area.ptr();
+            staged = Some(area);
+        }
+        let bytes = recipe.scratch * recipe.accumulator.size();
+        let scratch = match travels(bytes) {
+            true => wires.buffer(bytes)?,
+            false => HeapBytes::zeroed(bytes, 64).ok_or_else(|| {
+                Error::system(format!("allocating {bytes} bytes of scratch for {}", order.key), "out of memory")
+            })?,
+        };
         let reduce = order.call.reduce_op();
         // A started operation has a start time; setting it twice is impossible, and would change nothing.
         let _ = order.work.started.set(monotonic_ns());
@@ -149,6 +160,7 @@ impl Exec {
             input: order.input,
             output: order.output,
             scratch,
+            staged,
             dtype: order.call.dtype,
             accumulator: recipe.accumulator,
             ahead: VecDeque::new(),
@@ -252,9 +264,10 @@ impl Exec {
         }
     }
 
-    /// The end of an operation that was stopped, and whose memory is not in use.
-    pub fn recycle(self, wires: &mut Wires) {
-        self.buffers.into_values().for_each(|buffer| wires.recycle(buffer));
+    /// It is complete, or was stopped, and its memory is not in use: what it needed is for the next one.
+    pub fn retire(self, wires: &mut Wires) {
+        let own = [Some(self.scratch), self.staged].into_iter().flatten();
+        self.buffers.into_values().chain(own).for_each(|memory| wires.recycle(memory));
     }
 
     fn look_ahead(&mut self, wires: &mut Wires) -> Result<()> {
@@ -412,6 +425,18 @@ impl Exec {
             );
         }
     }
+}
+
+/// A copy of the input in memory of ours. Soft-RoCE and most adapters cannot even read what the process may only read.
+fn stage(order: &Order, refusal: Error, wires: &mut Wires) -> Result<HeapBytes> {
+    let Region { ptr, len, .. } = order.input;
+    let Ok(area) = wires.buffer(len) else { return Err(refusal) };
+    // SAFETY: the input is readable while the operation lasts (contract of `Region`), the area is as long at least and
+    // nobody else's.
+    unsafe { ptr.copy_to_nonoverlapping(area.ptr(), len) };
+    wires.counters.bytes_copied += len as u64;
+    log::debug!("{} {}: its input is copied, since {refusal}", order.fingerprint(), order.key);
+    Ok(area)
 }
 
 fn next(counter: &mut u32) -> u32 {

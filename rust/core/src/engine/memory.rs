@@ -1,6 +1,6 @@
 //! The memory that operations work on, what keeps it in place, and what of it a transport registers.
 
-use crate::transport::{Keeper, RawSpan};
+use crate::transport::{Identity, Keeper, RawSpan};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,6 +14,8 @@ pub struct Region {
     pub len: usize,
     /// Dropped by whichever thread finishes the operation.
     pub owner: Option<Arc<dyn Any + Send + Sync>>,
+    /// Of memory that stays in place beyond the operation.
+    pub identity: Option<Arc<Identity>>,
 }
 
 // SAFETY: the owner is Send + Sync and keeps the memory in place; who makes a Region promises that the
@@ -23,16 +25,16 @@ unsafe impl Send for Region {}
 impl Region {
     /// No memory, for barriers.
     pub fn empty() -> Self {
-        Region { ptr: std::ptr::NonNull::dangling().as_ptr(), len: 0, owner: None }
+        Region { ptr: std::ptr::NonNull::dangling().as_ptr(), len: 0, owner: None, identity: None }
     }
 
     /// Memory that a `Vec` owns; it comes back to life as the `Arc`.
     pub fn of(bytes: Arc<HeapBytes>) -> Self {
-        Region { ptr: bytes.ptr(), len: bytes.len(), owner: Some(bytes) }
+        Region { ptr: bytes.ptr(), len: bytes.len(), owner: Some(bytes), identity: None }
     }
 
     /// What a transport is to register for it, and what is alive as long as that memory: all of the lasting memory that
-    /// it lies in, or else just it. `None` where nobody owns it.
+    /// it lies in, or else just it, for its identity or this operation. `None` where nobody owns it.
     pub fn registrable(&self) -> Option<(RawSpan, Keeper)> {
         let (start, end) = (self.ptr as usize, self.ptr as usize + self.len);
         if let Some((at, (len, token))) = lasting().range(..=start).next_back()
@@ -40,8 +42,9 @@ impl Region {
         {
             return Some((RawSpan { ptr: self.ptr.wrapping_sub(start - at), len: *len }, token.clone()));
         }
-        let owner = self.owner.as_ref()?;
-        Some((RawSpan { ptr: self.ptr, len: self.len }, Arc::downgrade(owner)))
+        let identity = self.identity.clone().map(|identity| identity as Arc<dyn Any + Send + Sync>);
+        let keeper = identity.as_ref().or(self.owner.as_ref())?;
+        Some((RawSpan { ptr: self.ptr, len: self.len }, Arc::downgrade(keeper)))
     }
 
     /// Partly overlapping regions would be read after they were written.

@@ -262,7 +262,7 @@ fn senseless_calls_are_refused_before_anything_is_sent() {
     let engines = engines(2, LIMIT);
     let engine = &engines[0];
     let (buffer, _) = region(&[0f32; 8]);
-    let shifted = Region { ptr: buffer.ptr.wrapping_add(4), len: 28, owner: None };
+    let shifted = Region { ptr: buffer.ptr.wrapping_add(4), len: 28, owner: None, identity: None };
     let short = Region { len: 28, ..buffer.clone() };
     let sum = Collective::Allreduce(ReduceOp::Sum);
     for (op, dtype, count, input, output, expected) in [

@@ -4,14 +4,18 @@ use super::call::GroupId;
 use super::memory::HeapBytes;
 use super::protocol::{Frame, OpKey};
 use crate::error::{Error, Result};
-use crate::transport::{LandingKey, Lane, RawSpan, Transport, WriteId};
+use crate::transport::closed::Closed;
+use crate::transport::{Keeper, LandingKey, Lane, RawSpan, Transport, WriteId};
 use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Messages up to this size travel inside a control frame, without a grant.
 pub const INLINE_BYTES: usize = 4096;
 /// Inline bytes that may be unconsumed at one peer: bounds what a rank that runs ahead can pile up.
 const CREDIT_BYTES: u32 = 1 << 20;
+
+/// Bytes of memory that are kept for later operations: of landing areas and scratch.
+const POOL_BYTES: usize = 256 << 20;
 
 /// Why a peer will not send anything any more.
 #[derive(Debug, Clone)]
@@ -68,6 +72,8 @@ pub struct Counters {
     pub bytes_copied: u64,
     /// Operations finished.
     pub operations: u64,
+    /// Times that the transport was given memory which it had to make known to a device (verbs).
+    pub registrations: u64,
 }
 
 /// Transport plus bookkeeping; used by one thread at a time.
@@ -81,7 +87,8 @@ pub struct Wires {
     writes: HashMap<WriteId, (OpKey, usize)>,
     landings: HashMap<(usize, LandingKey), (OpKey, u32, usize)>,
     tallies: HashMap<(GroupId, usize), Tally>,
-    pool: Vec<HeapBytes>,
+    /// The one given back last is at the end.
+    pool: VecDeque<HeapBytes>,
     chunk_bytes: usize,
     next_write: u64,
 }
@@ -107,10 +114,17 @@ impl Wires {
             writes: HashMap::new(),
             landings: HashMap::new(),
             tallies: HashMap::new(),
-            pool: Vec::new(),
+            pool: VecDeque::new(),
             chunk_bytes,
             next_write: 0,
         }
+    }
+
+    /// Parts from everybody, and from the transport. Nothing is in flight any more.
+    pub fn close(&mut self, deadline: Duration) {
+        self.transport.close(deadline);
+        self.transport = Box::new(Closed);
+        self.pool.clear();
     }
 
     /// A frame that needs no credit.
@@ -262,27 +276,36 @@ impl Wires {
         writing.chain(written).collect()
     }
 
-    /// A landing buffer of at least `bytes`, which is at most a chunk.
+    /// Has the transport prepare memory.
+    pub fn register(&mut self, (memory, keeper): (RawSpan, Keeper)) -> Result<()> {
+        self.counters.registrations += u64::from(self.transport.register(memory, keeper)?);
+        Ok(())
+    }
+
+    /// Registered memory of at least `bytes`, for a landing area or as scratch; what is in it is anybody's guess.
     pub fn buffer(&mut self, bytes: usize) -> Result<HeapBytes> {
-        let pooled = if bytes <= self.chunk_bytes { self.pool.pop() } else { None };
-        let buffer = match pooled {
+        let len = bytes.checked_next_multiple_of(self.chunk_bytes).unwrap_or(bytes).max(self.chunk_bytes);
+        let fits = |buffer: &HeapBytes| buffer.len() >= len && buffer.len() / 2 <= len;
+        let buffer = match self.pool.iter().rposition(fits).and_then(|place| self.pool.remove(place)) {
             Some(buffer) => buffer,
-            None => {
-                let len = bytes.max(self.chunk_bytes);
-                HeapBytes::zeroed(len, 64).ok_or_else(|| {
-                    Error::system(format!("allocating a landing area of {len} bytes"), "out of memory")
-                })?
-            }
+            None => HeapBytes::zeroed(len, 64).ok_or_else(|| {
+                Error::system(format!("allocating {len} bytes for an operation's messages"), "out of memory")
+            })?,
         };
-        let (memory, keeper) = buffer.registrable();
-        self.transport.register(memory, keeper)?;
+        self.register(buffer.registrable())?;
         Ok(buffer)
     }
 
-    /// Back to the pool.
+    /// Back to the pool, from which the oldest go if there is too much in it.
     pub fn recycle(&mut self, buffer: HeapBytes) {
-        if buffer.len() == self.chunk_bytes && self.pool.len() < 64 {
-            self.pool.push(buffer);
+        if buffer.len() >= self.chunk_bytes {
+            self.pool.push_back(buffer);
+        }
+        let mut bytes: usize = self.pool.iter().map(HeapBytes::len).sum();
+        while bytes > POOL_BYTES
+            && let Some(oldest) = self.pool.pop_front()
+        {
+            bytes -= oldest.len();
         }
     }
 }

@@ -50,8 +50,8 @@ impl Transport for Mixed {
         self.parts.iter().map(|part| part.chunk_bytes(lane)).min().unwrap_or(usize::MAX)
     }
 
-    fn register(&mut self, memory: RawSpan, keeper: Keeper) -> Result<()> {
-        self.parts.iter_mut().try_for_each(|part| part.register(memory, keeper.clone()))
+    fn register(&mut self, memory: RawSpan, keeper: Keeper) -> Result<bool> {
+        self.parts.iter_mut().try_fold(false, |any, part| Ok(part.register(memory, keeper.clone())? || any))
     }
 
     fn expose(&mut self, peer: usize, lane: Lane, landing: RawSpan) -> Result<LandingKey> {

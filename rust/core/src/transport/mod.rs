@@ -4,6 +4,7 @@
 //! about it in a control frame (the *grant*), and the peer *writes* into it. Nothing
 //! lands in memory that was not exposed for that very write.
 
+pub mod closed;
 pub mod loopback;
 pub mod mixed;
 pub(crate) mod poller;
@@ -43,6 +44,11 @@ unsafe impl Send for RawSpan {}
 
 /// Can be upgraded as long as some memory is in place.
 pub type Keeper = Weak<dyn Any + Send + Sync>;
+
+/// A keeper of memory that is not ours, but stays where it is in one operation after the other, as long as some object
+/// lives. Whoever uses the memory holds on to it; while only its maker does, a registration may be given up.
+#[derive(Debug)]
+pub struct Identity;
 
 /// Names a landing area towards the peer: what a grant carries (TCP: a landing number;
 /// verbs: remote address and rkey). Opaque to all but the transport that made it.
@@ -108,9 +114,10 @@ pub trait Transport: Send {
     fn chunk_bytes(&self, lane: Lane) -> usize;
 
     /// Prepares memory from which writes will be made, or in which landing areas will lie: it stays prepared as long as
-    /// `keeper` is alive, which the memory's owner keeps. Most transports have nothing to prepare.
-    fn register(&mut self, _memory: RawSpan, _keeper: Keeper) -> Result<()> {
-        Ok(())
+    /// `keeper` is alive, which the memory's owner keeps. Returns whether anything had to be done: it is prepared
+    /// already for this keeper, or the transport has nothing to prepare, as most.
+    fn register(&mut self, _memory: RawSpan, _keeper: Keeper) -> Result<bool> {
+        Ok(false)
     }
 
     /// Lets `peer` write exactly `landing.len` bytes, once.

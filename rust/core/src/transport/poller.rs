@@ -7,17 +7,20 @@ use rustix::io::Errno;
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 const WAKER: u64 = u64::MAX;
 
-struct EventFd(OwnedFd);
+/// Keeps nothing open: handles of a job that is over may still hold it.
+struct EventFd(Weak<OwnedFd>);
 
 impl Wake for EventFd {
     fn wake(&self) {
-        // It can fail only when the counter is full: then the wake-up is pending already.
-        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+        if let Some(waker) = self.0.upgrade() {
+            // It can fail only when the counter is full: then the wake-up is pending already.
+            let _ = rustix::io::write(&*waker, &1u64.to_ne_bytes());
+        }
     }
 }
 
@@ -34,7 +37,7 @@ pub struct Ready {
 /// An epoll instance with a waker in it.
 pub struct Poller {
     epoll: OwnedFd,
-    waker: Arc<EventFd>,
+    waker: Arc<OwnedFd>,
 }
 
 impl Poller {
@@ -42,11 +45,11 @@ impl Poller {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         let waker = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         epoll::add(&epoll, &waker, EventData::new_u64(WAKER), EventFlags::IN)?;
-        Ok(Poller { epoll, waker: Arc::new(EventFd(waker)) })
+        Ok(Poller { epoll, waker: Arc::new(waker) })
     }
 
     pub fn waker(&self) -> Arc<dyn Wake> {
-        self.waker.clone()
+        Arc::new(EventFd(Arc::downgrade(&self.waker)))
     }
 
     /// Closing the socket removes it again.
@@ -79,7 +82,7 @@ impl Poller {
             let (flags, data) = (event.flags, event.data);
             if data.u64() == WAKER {
                 let mut count = [0; 8];
-                woken = rustix::io::read(&self.waker.0, &mut count).is_ok();
+                woken = rustix::io::read(&*self.waker, &mut count).is_ok();
                 continue;
             }
             let failed = flags.intersects(EventFlags::ERR | EventFlags::HUP);

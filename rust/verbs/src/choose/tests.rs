@@ -50,6 +50,7 @@ fn device(name: &str, numa_node: Option<u32>, ports: Vec<Port>) -> Device {
         numa_node,
         pci_path: None,
         ports,
+        fault: None,
     }
 }
 
@@ -420,4 +421,50 @@ fn several_rails_take_equal_ports_in_turn_then_farther_ones() {
     let devices = [device("mlx5_0", None, vec![infiniband(1, 8)]), device("mlx5_1", None, vec![slow])];
     let choices = choose(&devices, &Request { rails: 2, ..plain() }).unwrap();
     assert_eq!(choices.len(), 1, "a rail that is half as fast would hold the other up");
+}
+
+#[test]
+fn ports_of_devices_by_name() {
+    let two_ports = |name: &str| device(name, None, vec![infiniband(1, 7), infiniband(2, 8)]);
+    let devices = [two_ports("mlx5_0"), two_ports("mlx5_1")];
+    let asked = |names: &str, port: Option<u8>| {
+        let request = Request { devices: Some(names.into()), port, rails: 8, ..plain() };
+        choose(&devices, &request).map(|choices| {
+            choices.iter().map(|choice| format!("{}:{}", choice.device, choice.port)).collect::<Vec<_>>().join(" ")
+        })
+    };
+    for (names, chosen) in [
+        ("mlx5_1:2", "mlx5_1:2"),
+        ("mlx5_0:2,=mlx5_1:1", "mlx5_0:2 mlx5_1:1"),
+        ("mlx5:1", "mlx5_0:1 mlx5_1:1"),
+        ("mlx5_0, mlx5_1:2", "mlx5_0:1 mlx5_0:2 mlx5_1:2"),
+        ("^mlx5_0:1", "mlx5_0:2 mlx5_1:1 mlx5_1:2"),
+        ("^mlx5_0,mlx5_1:1", "mlx5_1:2"),
+    ] {
+        assert_eq!(asked(names, None).as_deref(), Ok(chosen), "{names}");
+    }
+    assert_eq!(asked("mlx5:2", Some(2)).as_deref(), Ok("mlx5_0:2 mlx5_1:2"));
+    let has = "this host has mlx5_0 (2 ports), mlx5_1 (2 ports)";
+    for (names, error) in [
+        ("mlx5_0:3", "no device of such a name has such a port"),
+        ("mlx5_0:one", "\"one\" is not the number of a port"),
+        ("mlx5_0:0", "\"0\" is not the number of a port"),
+        ("mlx4_0:1", "no device has such a name"),
+        ("^mlx5:1,mlx5:2", "that excludes every device"),
+    ] {
+        assert_eq!(asked(names, None), Err(format!("MDAS_IB_DEVICE={names}: {error}; {has}")));
+    }
+}
+
+#[test]
+fn a_device_that_cannot_be_opened_leaves_the_others() {
+    let broken = Device::faulty("mlx5_0".into(), "ibv_open_device on mlx5_0: No such device".into());
+    let devices = [broken.clone(), device("mlx5_1", None, vec![roce("10.0.0.5")])];
+    assert_eq!(chosen(&devices, &plain()), place("mlx5_1", 1, 3));
+    assert_eq!(choose(&[broken], &plain()), Err("mlx5_0: ibv_open_device on mlx5_0: No such device".into()));
+    let named = |names: &str| Request { devices: Some(names.into()), ..plain() };
+    for names in ["mlx5_0", "^mlx5_1"] {
+        let refused = choose(&devices, &named(names)).unwrap_err();
+        assert_eq!(refused, "mlx5_0: ibv_open_device on mlx5_0: No such device", "{names}");
+    }
 }

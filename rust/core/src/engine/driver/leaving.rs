@@ -93,7 +93,7 @@ impl Driver {
         self.leaving = rest;
         for Leaving { exec, error, .. } in over {
             let work = exec.work.clone();
-            exec.recycle(&mut self.wires);
+            exec.retire(&mut self.wires);
             work.finish(Err(error));
         }
     }

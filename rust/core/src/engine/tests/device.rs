@@ -85,11 +85,11 @@ impl Transport for Device {
         16 << 10
     }
 
-    fn register(&mut self, memory: RawSpan, _keeper: Keeper) -> Result<()> {
+    fn register(&mut self, memory: RawSpan, _keeper: Keeper) -> Result<bool> {
         if memory.len > self.limit {
             return Err(Error::system("registering memory", format!("{} bytes are too many", memory.len)));
         }
-        Ok(())
+        Ok(true)
     }
 
     fn expose(&mut self, peer: usize, lane: Lane, landing: RawSpan) -> Result<LandingKey> {

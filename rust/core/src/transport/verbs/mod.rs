@@ -16,6 +16,7 @@
 
 mod channel;
 mod frames;
+mod kept;
 mod progress;
 mod rail;
 mod registry;
@@ -55,6 +56,8 @@ const SEND_BUFFERS: usize = 64;
 const BATCH: usize = 64;
 /// So long completions are polled for before we sleep.
 const SPIN: Duration = Duration::from_micros(20);
+/// So often memory is looked for that nobody keeps any more.
+const TIDY: Duration = Duration::from_millis(100);
 /// Longest sleep within [`Transport::close`].
 const CLOSING_TURN: Duration = Duration::from_millis(5);
 
@@ -122,6 +125,7 @@ pub struct Verbs {
     landings: HashMap<u32, Landing>,
     next_landing: u32,
     poller: Poller,
+    tidied: Instant,
     /// What happened while nobody asked.
     backlog: Vec<Event>,
     completions: Vec<Completion>,
@@ -175,6 +179,7 @@ impl Verbs {
             landings: HashMap::new(),
             next_landing: 0,
             poller,
+            tidied: Instant::now(),
             backlog: Vec::new(),
             completions: Vec::new(),
         })
@@ -191,7 +196,7 @@ impl Verbs {
         offset: u64,
         memory: RawSpan,
         keeper: Keeper,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let registered = self.registry.register_dmabuf(descriptor, offset, memory, keeper);
         registered.map_err(|error| Error::system("verbs: registering a DMA-buf", error))
     }
@@ -260,7 +265,7 @@ impl Transport for Verbs {
         }
     }
 
-    fn register(&mut self, memory: RawSpan, keeper: Keeper) -> Result<()> {
+    fn register(&mut self, memory: RawSpan, keeper: Keeper) -> Result<bool> {
         self.registry.register(memory, keeper).map_err(|error| Error::system("verbs: registering memory", error))
     }
 
@@ -344,7 +349,12 @@ impl Transport for Verbs {
         let before = events.len();
         events.append(&mut self.backlog);
         self.drain(events)?;
-        let deadline = Instant::now().checked_add(wait);
+        let now = Instant::now();
+        if now.duration_since(self.tidied) >= TIDY {
+            self.tidied = now;
+            self.registry.tidy();
+        }
+        let deadline = now.checked_add(wait);
         loop {
             let left = deadline.map_or(wait, |deadline| deadline.saturating_duration_since(Instant::now()));
             let wait = if events.len() > before { Duration::ZERO } else { left };

@@ -1,31 +1,32 @@
 //! The memory that the devices know.
 
+use super::kept::{Kept, Limits};
 use crate::transport::{Keeper, RawSpan};
 use mdas_verbs::{Access, MemoryRegion, ProtectionDomain, Result};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-struct Entry {
-    /// By rail; all of the same memory.
-    regions: Vec<MemoryRegion>,
-    /// Registered as long as one of them lives: afterwards the addresses may belong to other memory.
-    keepers: Vec<Keeper>,
-}
+/// Of others' memory: enough for a loop over many arrays, and little beside what a host has.
+const CACHED: Limits = Limits { count: 256, bytes: 2 << 30 };
 
 /// Registrations, each as long as somebody keeps its memory.
 pub struct Registry {
     /// By rail.
     domains: Vec<Arc<ProtectionDomain>>,
     access: Access,
-    entries: Vec<Entry>,
+    kept: Kept<MemoryRegion>,
 }
 
 impl Registry {
     pub fn new(domains: Vec<Arc<ProtectionDomain>>, relaxed_ordering: bool) -> Registry {
-        Registry { domains, access: Access { remote_write: true, relaxed_ordering }, entries: Vec::new() }
+        // Where registered pages are taken away from forked children, they are not kept registered for nothing.
+        let shared = domains.iter().all(|domain| domain.context.children_get_copies());
+        let limits = if shared { CACHED } else { Limits { count: 0, bytes: 0 } };
+        Registry { domains, access: Access { remote_write: true, relaxed_ordering }, kept: Kept::new(limits) }
     }
 
-    pub fn register(&mut self, memory: RawSpan, keeper: Keeper) -> Result<()> {
+    /// Returns whether anything had to be done.
+    pub fn register(&mut self, memory: RawSpan, keeper: Keeper) -> Result<bool> {
         self.add(memory, keeper, |domain, access| {
             // SAFETY: peers get a key only with a grant (`expose`), for memory that its owner leaves to the transport
             // until the message has arrived; requests of ours name it under `Transport::write`'s contract. All accesses
@@ -42,7 +43,7 @@ impl Registry {
         offset: u64,
         memory: RawSpan,
         keeper: Keeper,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         self.add(memory, keeper, |domain, access| {
             let address = memory.ptr as usize;
             // SAFETY: as above; and the region reaches nothing but what the descriptor stands for.
@@ -55,47 +56,34 @@ impl Registry {
         memory: RawSpan,
         keeper: Keeper,
         make: impl Fn(&Arc<ProtectionDomain>, Access) -> Result<MemoryRegion>,
-    ) -> Result<()> {
-        self.entries.retain_mut(|entry| {
-            entry.keepers.retain(|keeper| keeper.strong_count() > 0);
-            !entry.keepers.is_empty()
-        });
-        if let Some(entry) = self.entries.iter_mut().rev().find(|entry| entry.covers(memory)) {
-            if !entry.keepers.iter().any(|known| known.ptr_eq(&keeper)) {
-                entry.keepers.push(keeper);
-            }
-            return Ok(());
+    ) -> Result<bool> {
+        if self.kept.has(memory, &keeper) {
+            return Ok(false);
         }
-        let regions = self.domains.iter().map(|domain| make(domain, self.access)).collect::<Result<_>>()?;
-        // From now on this one is found for all of it, also by those who rely on a part that was registered before.
-        let mut keepers = vec![keeper];
-        for entry in &self.entries {
-            if entry.overlaps(memory) {
-                keepers.extend(entry.keepers.iter().cloned());
-            }
-        }
-        self.entries.push(Entry { regions, keepers });
-        Ok(())
+        self.kept.tidy();
+        let on_every_rail =
+            || self.domains.iter().map(|domain| make(domain, self.access)).collect::<Result<Vec<MemoryRegion>>>();
+        let regions = match on_every_rail() {
+            // What is kept in case it is needed again counts towards the memory that may be locked.
+            Err(error) if error.is_shortage() && self.kept.give_up_idle() => on_every_rail()?,
+            made => made?,
+        };
+        self.kept.add(memory, keeper, regions);
+        Ok(true)
     }
 
     /// Keys of the latest region that holds all of this memory: (for us, for peers).
     pub fn keys(&self, memory: RawSpan, rail: usize) -> Option<(u32, u32)> {
-        let entry = self.entries.iter().rev().find(|entry| entry.covers(memory))?;
-        entry.regions.get(rail).map(|region| (region.lkey(), region.rkey()))
+        self.kept.latest(memory, rail).map(|region| (region.lkey(), region.rkey()))
+    }
+
+    /// Deregisters what nobody keeps any more.
+    pub fn tidy(&mut self) {
+        self.kept.tidy();
     }
 
     /// Forgets everything; nothing is posted any more.
     pub fn clear(&mut self) {
-        self.entries.clear();
-    }
-}
-
-impl Entry {
-    fn covers(&self, memory: RawSpan) -> bool {
-        self.regions.iter().any(|region| region.covers(memory.ptr as usize, memory.len))
-    }
-
-    fn overlaps(&self, memory: RawSpan) -> bool {
-        self.regions.iter().any(|region| region.overlaps(memory.ptr as usize, memory.len))
+        self.kept.clear();
     }
 }
