@@ -226,9 +226,16 @@ def registrations() -> Result:
             out[f"{name} part"] = counted(array[10_000:90_000])
             out[f"{name} out"] = counted(array, out=np.empty_like(array), op="average")
         out["bytearray"] = counted(bytearray(100_000))
+        # What nobody keeps goes within about a second: this long nothing has gone any more.
+        del array
+        before, since, until = regions(), time.monotonic(), time.monotonic() + 30
+        while time.monotonic() < min(since + 3, until):
+            time.sleep(0.1)
+            if regions() != before:
+                before, since = regions(), time.monotonic()
         # So large that malloc gives it pages of its own, which go back at once.
         large = np.full(10_000_000, 1.0 + HOST, "float32")
-        place, before = large.ctypes.data, regions()
+        place = large.ctypes.data
         out["large"] = counted(large[:200_000], times=2)
         out["registered"] = regions() - before
         del large
