@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from mdas import buffers
-from mdas.communicator import tags
 from mdas.communicator.protocol import Lane, Op, Work
-from mdas.errors import Error
 
 if TYPE_CHECKING:
     from mdas import _core
@@ -66,31 +64,15 @@ class CoreCommunicator:
         self, input: torch.Tensor, output: torch.Tensor, *, op: Op = "sum", lane: Lane = "bulk", tag: int = 0
     ) -> Work:
         group, lane_of = self._lanes[lane]
-        return _Work(self._engine.allreduce(group, _view(input), _view(output), op, lane_of, tag, self._timeout))
+        return self._engine.allreduce(group, _view(input), _view(output), op, lane_of, tag, self._timeout)
 
     def broadcast(self, tensor: torch.Tensor, root: int, *, lane: Lane = "bulk", tag: int = 0) -> Work:
         group, lane_of = self._lanes[lane]
-        return _Work(self._engine.broadcast(group, _view(tensor), root, lane_of, tag, self._timeout))
+        return self._engine.broadcast(group, _view(tensor), root, lane_of, tag, self._timeout)
 
     def allgather(self, input: torch.Tensor, output: torch.Tensor, *, lane: Lane = "urgent", tag: int = 0) -> Work:
         group, lane_of = self._lanes[lane]
-        return _Work(self._engine.allgather(group, _view(input), _view(output), lane_of, tag, self._timeout))
-
-
-class _Work:
-    """An operation of the engine, whose errors say in words what it was for."""
-
-    __slots__ = ("_work", "done", "times")
-
-    def __init__(self, work: _core.Work) -> None:
-        self._work, self.done, self.times = work, work.done, work.times
-
-    def wait(self, timeout: float | None = None) -> None:
-        try:
-            self._work.wait(timeout)
-        except Error as error:
-            error.args = (tags.in_words(str(error)),)
-            raise
+        return self._engine.allgather(group, _view(input), _view(output), lane_of, tag, self._timeout)
 
 
 def _view(tensor: torch.Tensor) -> _core.View:

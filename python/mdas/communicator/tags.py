@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from mdas import _core
 
 TALLY = 0xFFFF_0000
 AGREEMENT = 0xFFFF_0001
@@ -24,7 +24,10 @@ _BUCKETS = {
     _FIRST: "sketch of bucket {}, first exchange",
     _SECOND: "sketch of bucket {}, second exchange",
 }
-_SHOWN = re.compile(r"\btag 0x([0-9a-f]+)")
+for _tag, _words in _WORDS.items():
+    _core.name_tags(_tag, _tag, _words)
+for _first, _words in _BUCKETS.items():
+    _core.name_tags(_first, _first + 0xFFFF, _words)
 
 
 def gradient(bucket: int) -> int:
@@ -41,8 +44,3 @@ def words(tag: int) -> str | None:
     """What it is for; None if it is none of these."""
     pattern = _BUCKETS.get(tag & 0xFFFF_0000)
     return _WORDS.get(tag) if pattern is None else pattern.format(tag & 0xFFFF)
-
-
-def in_words(message: str) -> str:
-    """The engine's message, which shows tags as numbers."""
-    return _SHOWN.sub(lambda found: words(int(found[1], 16)) or found[0], message)

@@ -29,7 +29,7 @@ mod _core {
     #[pymodule_export]
     use super::kernels::{expand, orthonormalize, times, transposed_times};
     #[pymodule_export]
-    use super::logging::{log, start_logging};
+    use super::logging::{log, name_tags, start_logging};
     #[pymodule_export]
     use super::memory::Memory;
     #[pymodule_export]

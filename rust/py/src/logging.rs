@@ -28,6 +28,12 @@ pub(crate) fn start_logging(rank: usize, filter: &str) {
     drop(started);
 }
 
+/// Errors and warnings call the tags from `first` to `last` by `words`, where `{}` stands for the distance from `first`.
+#[pyfunction]
+pub(crate) fn name_tags(first: u32, last: u32, words: &str) {
+    mdas_core::engine::name_tags(first..=last, words);
+}
+
 /// Writes a line of the package's own to that log, as from the module `mdas::init`.
 #[pyfunction]
 pub(crate) fn log(py: Python<'_>, level: &str, message: &str) -> PyResult<()> {

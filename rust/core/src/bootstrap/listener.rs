@@ -6,12 +6,15 @@ use crate::error::{Error, Result};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 /// A stranger may keep us busy this long.
 const HANDSHAKE: Duration = Duration::from_secs(5);
+
+/// A quick rank may be a step of joining ahead of us for as long as this; for longer, and something is wrong.
+const AHEAD: Duration = Duration::from_secs(2);
 
 /// Handshakes at the same time; further connections wait in the kernel's queue.
 const PENDING: usize = 64;
@@ -133,6 +136,8 @@ struct Gate {
     running: Mutex<usize>,
     left: Condvar,
     refused: AtomicU64,
+    /// Since when ranks come that are at another step of joining.
+    out_of_step: OnceLock<Instant>,
 }
 
 impl Gate {
@@ -149,9 +154,14 @@ impl Gate {
         self.left.notify_one();
     }
 
-    /// The first strangers at the door are worth a warning each, then the 32nd, the 64th, ...: a port scan must not
-    /// fill the log.
-    fn level(&self) -> log::Level {
+    /// How loud to be about it. Other ranks look in to see whether we are there, and are a step ahead for a moment: that
+    /// is nothing. The first strangers at the door are worth a warning each, then the 32nd, the 64th, ...: a port scan
+    /// must not fill the log.
+    fn level(&self, failure: &Failure) -> log::Level {
+        let patient = || self.out_of_step.get_or_init(Instant::now).elapsed() < AHEAD;
+        if matches!(failure, Failure::Closed) || (matches!(failure, Failure::OtherStep) && patient()) {
+            return log::Level::Debug;
+        }
         let refused = self.refused.fetch_add(1, Ordering::Relaxed) + 1;
         if refused <= 16 || refused.is_power_of_two() { log::Level::Warn } else { log::Level::Debug }
     }
@@ -180,9 +190,11 @@ fn accept_loop(socket: &TcpListener, stopped: &Arc<AtomicBool>, identity: &Arc<I
                 Ok(hello) => drop(visitors.send(Visitor { stream, remote, hello })),
                 Err(Failure::Interrupted) => {}
                 Err(failure) => {
-                    // Other ranks look in this way whether we are there.
-                    let level = if matches!(failure, Failure::Closed) { log::Level::Debug } else { gate.level() };
-                    log::log!(level, "rank {}: closed a connection from {remote}: {failure}", identity.rank);
+                    log::log!(
+                        gate.level(&failure),
+                        "rank {}: closed a connection from {remote}: {failure}",
+                        identity.rank
+                    );
                 }
             }
             gate.leave();
@@ -191,5 +203,24 @@ fn accept_loop(socket: &TcpListener, stopped: &Arc<AtomicBool>, identity: &Arc<I
             gate.leave();
             log::warn!("rank {}: no thread to talk to {remote}: {error}", identity.rank);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_that_is_a_step_ahead_is_nothing_to_warn_of_unless_it_stays_there() {
+        let stranger = Failure::Transient("it does not speak mdas's protocol".into());
+        let gate = Gate::default();
+        assert_eq!(gate.level(&Failure::Closed), log::Level::Debug);
+        assert_eq!(gate.level(&Failure::OtherStep), log::Level::Debug);
+        assert_eq!(gate.level(&stranger), log::Level::Warn);
+
+        let since = Instant::now().checked_sub(AHEAD).expect("the machine has been up for longer");
+        let gate = Gate { out_of_step: since.into(), ..Gate::default() };
+        assert_eq!(gate.level(&Failure::OtherStep), log::Level::Warn);
+        assert_eq!(gate.level(&Failure::Closed), log::Level::Debug);
     }
 }

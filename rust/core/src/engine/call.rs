@@ -1,5 +1,6 @@
 //! What is asked for: one collective over one group, and the memory that it works on.
 
+use super::tags::Named;
 use crate::collective::Collective;
 use crate::transport::Lane;
 use mdas_kernels::{DType, ReduceOp};
@@ -118,7 +119,7 @@ impl fmt::Display for Fingerprint {
         let comma = if self.op == 2 { "" } else { ", " };
         write!(f, "{comma}{} x {dtype}", self.count)?;
         if self.tag != 0 {
-            write!(f, ", tag {:#x}", self.tag)?;
+            write!(f, ", {}", Named(self.tag))?;
         }
         write!(f, ")")
     }

@@ -13,6 +13,7 @@ mod inquiry;
 mod memory;
 mod progress;
 mod protocol;
+mod tags;
 mod wires;
 mod work;
 
@@ -22,6 +23,7 @@ mod tests;
 pub use call::{Call, Fingerprint, GroupId};
 use call::{hash_purpose, hash_ranks};
 pub use memory::{HeapBytes, Region};
+pub use tags::name_tags;
 pub use wires::Counters;
 pub use work::{Times, Work, monotonic_ns};
 
