@@ -26,7 +26,7 @@ class Job:
     """
 
     launcher: str
-    """"torchrun", "env", "slurm", "openmpi", "mpich" or "single"."""
+    """"torchrun", "env", "slurm", "openmpi", "mvapich", "mpich" or "single"."""
     why: str
     """The variables that told, for people."""
     rank: int
@@ -70,11 +70,12 @@ class _Variables:
 def detect(environ: Mapping[str, str]) -> Job:
     """Finds out who launched this process, and as which rank of how many.
 
-    In order of precedence: torchrun and plain `env://`, SLURM step variables, Open MPI,
-    MPICH and Intel MPI, a single process. An allocation without a step is a single process.
+    In order of precedence: torchrun and plain `env://`, SLURM step variables, Open MPI, MVAPICH,
+    MPICH and its kin, a single process. An allocation without a step is a single process.
     A SLURM step that places us elsewhere than the MPI job inside it is that of `mpirun`'s
-    daemons, so there the MPI's variables count. `MDAS_MASTER_ADDR`, `MDAS_MASTER_PORT` and
-    `MDAS_JOB_ID` override what the launcher says.
+    daemons, so there the MPI's variables count. Otherwise two launchers that place us differently are an
+    error, except that torchrun counts always, and `env://` where it tells of more processes.
+    `MDAS_MASTER_ADDR`, `MDAS_MASTER_PORT` and `MDAS_JOB_ID` override what the launcher says.
 
     Raises:
         ConfigurationError: variables are missing, malformed or contradict each other; the
@@ -83,19 +84,54 @@ def detect(environ: Mapping[str, str]) -> Job:
     variables = _Variables(environ)
     job = _env(variables)
     if job is None:
-        slurm, mpi = _slurm(variables), _openmpi(variables) or _mpich(variables)
-        job = mpi if slurm is None or (mpi is not None and not _same_place(slurm, mpi)) else slurm
-        world_size = variables.number("WORLD_SIZE")
-        if job is None and world_size is not None and world_size > 1:
-            variables.need("RANK", because=f"WORLD_SIZE is {world_size}")
-        if job is not None and world_size is not None and world_size != job.size:
-            raise ConfigurationError(
-                f"WORLD_SIZE is {world_size}, but {job.why} say {job.size} processes: "
-                "unset WORLD_SIZE, or set RANK, too"
-            )
+        job = _launched(variables)
+        _check_leftovers(variables, job)
+    elif job.launcher == "env":
+        outer = _launched(variables)
+        # A step of one process, or of fewer, may start a job of its own: one per node, for instance.
+        if outer is not None and job.size <= outer.size > 1 and (job.rank, job.size) != (outer.rank, outer.size):
+            raise _contradiction(job, outer)
     if job is None:
         return Job("single", "no launcher's variables are set", 0, 1, 0, 1, None, None, False, "single")
     return _meeting_place(_checked(job), variables)
+
+
+def _launched(variables: _Variables) -> Job | None:
+    """What SLURM and the MPIs say."""
+    slurm = _slurm(variables)
+    mpis = [job for mpi in _MPIS if (job := mpi.job(variables))]
+    if slurm is not None:
+        return next((mpi for mpi in mpis if not _same_place(slurm, mpi)), slurm)
+    for other in mpis[1:]:
+        if not _same_place(mpis[0], other):
+            raise _contradiction(mpis[0], other)
+    return mpis[0] if mpis else None
+
+
+def _contradiction(one: Job, other: Job) -> ConfigurationError:
+    return ConfigurationError(
+        f"{one.why} say rank {one.rank} of {one.size}, but {other.why} say rank {other.rank} of {other.size}: unset "
+        "those that are left over, or that tell of an outer job"
+    )
+
+
+def _check_leftovers(variables: _Variables, job: Job | None) -> None:
+    """Variables that do not tell our place must not contradict it."""
+    size = variables.number("WORLD_SIZE")
+    if job is not None and size is not None and size != job.size:
+        raise ConfigurationError(
+            f"WORLD_SIZE is {size}, but {job.why} say {job.size} processes: unset WORLD_SIZE, or set RANK, too"
+        )
+    if job is None and size is not None and size > 1:
+        variables.need("RANK", because=f"WORLD_SIZE is {size}")
+    # Within an allocation they are those of the interactive step, where there is one.
+    alone = job is None and variables.number("SLURM_JOB_ID", "SLURM_JOBID") is None
+    for name in _RANK_ALONE if alone else ():
+        rank = variables.number(name)
+        if rank is not None:
+            raise ConfigurationError(
+                f"{name} is {rank}, but no variable tells how many processes there are: set RANK and WORLD_SIZE"
+            )
 
 
 def _same_place(one: Job, other: Job) -> bool:
@@ -150,52 +186,70 @@ def _slurm(variables: _Variables) -> Job | None:
     )
 
 
-def _openmpi(variables: _Variables) -> Job | None:
-    rank = variables.number("OMPI_COMM_WORLD_RANK")
-    if rank is None:
-        return None
-    return _mpi(
-        variables,
-        launcher="openmpi",
-        rank=rank,
-        names=("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        why="OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE",
-        job_id=variables.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),
-    )
+@dataclass(frozen=True)
+class _Mpi:
+    """What an MPI's launcher calls things."""
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+    job_id: tuple[str, ...]
+
+    def job(self, variables: _Variables) -> Job | None:
+        rank = variables.number(self.rank)
+        if rank is None:
+            return None
+        size = variables.need(self.size, because=f"{self.rank} is {rank}")
+        local_size, job_id = variables.number(*self.local_size), variables.text(*self.job_id)
+        return Job(
+            launcher=self.launcher,
+            why=f"{self.rank} and {self.size}",
+            rank=rank,
+            size=size,
+            local_rank=variables.number(*self.local_rank),
+            local_size=local_size,
+            # mpirun does not tell where rank 0 runs, except when it can only be here.
+            master_addr="127.0.0.1" if local_size == size else None,
+            master_port=None,
+            uses_agent_store=False,
+            job_id=self.launcher if job_id is None else f"{self.launcher}-{job_id}",
+        )
 
 
-def _mpich(variables: _Variables) -> Job | None:
-    rank = variables.number("PMI_RANK")
-    if rank is None:
-        return None
-    return _mpi(
-        variables,
-        launcher="mpich",
-        rank=rank,
-        names=("PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-        why="PMI_RANK and PMI_SIZE",
-        job_id=variables.text("PMI_JOBID", "I_MPI_JOB_ID"),
-    )
+_MPIS = (
+    _Mpi(
+        "openmpi",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),
+    ),
+    _Mpi(
+        "mvapich",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        ("MV2_COMM_WORLD_LOCAL_RANK",),
+        ("MV2_COMM_WORLD_LOCAL_SIZE",),
+        ("PMI_JOBID",),
+    ),
+    # MPICH and what descends from it: Intel MPI, Cray's.
+    _Mpi(
+        "mpich",
+        "PMI_RANK",
+        "PMI_SIZE",
+        ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        ("PMI_JOBID", "I_MPI_JOB_ID"),
+    ),
+)
+_RANK_ALONE = ("PMIX_RANK", "PALS_RANKID")
+"""Of launchers that tell by themselves who we are, but not how many there are."""
 
-
-def _mpi(
-    variables: _Variables, launcher: str, rank: int, names: tuple[str, str, str], why: str, job_id: str | None
-) -> Job:
-    size = variables.need(names[0], because=f"{why.split()[0]} is {rank}")
-    local_size = variables.number(names[2])
-    return Job(
-        launcher=launcher,
-        why=why,
-        rank=rank,
-        size=size,
-        local_rank=variables.number(names[1]),
-        local_size=local_size,
-        # mpirun does not tell where rank 0 runs, except when it can only be here.
-        master_addr="127.0.0.1" if local_size == size else None,
-        master_port=None,
-        uses_agent_store=False,
-        job_id=launcher if job_id is None else f"{launcher}-{job_id}",
-    )
+PLACES = ("SLURM_STEP_ID", "SLURM_STEPID", *(mpi.rank for mpi in _MPIS), *_RANK_ALONE)
+"""Variables of a process that some launcher other than torchrun has started. A launcher within removes them."""
 
 
 def _checked(job: Job) -> Job:

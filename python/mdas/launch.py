@@ -16,6 +16,8 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from mdas import env
+
 _GRACE_SECONDS = 5.0
 """For the others to notice a failure themselves and to say what they saw, and then to obey SIGTERM."""
 
@@ -63,8 +65,12 @@ def launch(command: Sequence[str], ranks: int, master_port: int | None = None) -
 
 
 def _outer_environment() -> dict[str, str]:
-    """Ours, without what would make our ranks look for the agent of a torchrun that has started us."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    """Ours, without what would contradict us, or make our ranks look for the agent of an outer torchrun."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("TORCHELASTIC_") and name not in env.PLACES
+    }
 
 
 def _place(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -44,6 +44,12 @@ OPENMPI_IN_STEP = OPENMPI | {
     "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "1",
+    "MV2_COMM_WORLD_SIZE": "2",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
@@ -65,6 +71,11 @@ HYDRA_PORT = derived_port("mpich")
             STEP | {"SLURM_STEP_ID": "4294967290"}, ("single", 0, 1, 0, 1, None, None), id="salloc's interactive step"
         ),
         pytest.param(STEP | {"SLURM_STEP_ID": "4294967291"}, ("single", 0, 1, 0, 1, None, None), id="batch script"),
+        pytest.param(
+            ALLOCATION | {"PMIX_RANK": "0", "SLURM_STEP_ID": "4294967290"},
+            ("single", 0, 1, 0, 1, None, None),
+            id="salloc's interactive step with PMIx",
+        ),
         pytest.param({"WORLD_SIZE": "1"}, ("single", 0, 1, 0, 1, None, None), id="world size 1 alone"),
         pytest.param(TORCHRUN, ("torchrun", 5, 8, 1, 4, "n1", 29500), id="torchrun"),
         pytest.param(ENV, ("env", 5, 8, 1, 4, "n1", 29500), id="env://"),
@@ -140,7 +151,28 @@ HYDRA_PORT = derived_port("mpich")
             ("openmpi", 2, 4, 2, 4, "127.0.0.1", OPENMPI_PORT),
             id="the step of mpirun's daemons, which has another size",
         ),
-        pytest.param(OPENMPI | HYDRA, ("openmpi", 2, 4, 2, 4, "127.0.0.1", OPENMPI_PORT), id="Open MPI before MPICH"),
+        pytest.param(
+            OPENMPI | {"PMI_RANK": "2", "PMI_SIZE": "4"},
+            ("openmpi", 2, 4, 2, 4, "127.0.0.1", OPENMPI_PORT),
+            id="Open MPI before MPICH",
+        ),
+        pytest.param(
+            STEP | OPENMPI | {"PMI_RANK": "3", "PMI_SIZE": "5"},
+            ("openmpi", 2, 4, 2, 4, "127.0.0.1", OPENMPI_PORT),
+            id="the step of mpirun's daemons, srun --mpi=pmi2",
+        ),
+        pytest.param(
+            STEP | {"RANK": "3", "WORLD_SIZE": "5", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
+            ("env", 3, 5, None, None, "n1", 29500),
+            id="env:// from a step's own variables",
+        ),
+        pytest.param(MVAPICH, ("mvapich", 1, 2, 1, 2, "127.0.0.1", derived_port("mvapich")), id="MVAPICH"),
+        pytest.param(
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "0", "PMI_LOCAL_SIZE": "1", "PALS_RANKID": "1"}
+            | {"MASTER_ADDR": "n1"},
+            ("mpich", 1, 2, 0, 1, "n1", HYDRA_PORT),
+            id="Cray's PALS",
+        ),
         pytest.param(ENV | {"TORCHELASTIC_RUN_ID": ""}, ("env", 5, 8, 1, 4, "n1", 29500), id="empty counts as unset"),
     ],
 )
@@ -175,6 +207,15 @@ def test_who_launched_us(environ: dict[str, str], expected: tuple[object, ...]) 
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "many"}, ["SLURM_STEP_TASKS_PER_NODE='many'"]),
         (OPENMPI | {"OMPI_COMM_WORLD_SIZE": ""}, ["OMPI_COMM_WORLD_RANK is 2", "OMPI_COMM_WORLD_SIZE is missing"]),
         (OPENMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, ["MASTER_ADDR", "MDAS_MASTER_ADDR"]),
+        (
+            STEP | {"RANK": "0", "WORLD_SIZE": "1"},
+            ["RANK and WORLD_SIZE say rank 0 of 1", "SLURM_PROCID", "rank 3 of 5"],
+        ),
+        (OPENMPI | {"RANK": "0", "WORLD_SIZE": "1"}, ["rank 0 of 1", "OMPI_COMM_WORLD_RANK", "rank 2 of 4"]),
+        (HYDRA | {"RANK": "0", "WORLD_SIZE": "2"}, ["rank 0 of 2", "PMI_RANK", "rank 1 of 2"]),
+        (OPENMPI | HYDRA, ["OMPI_COMM_WORLD_RANK", "rank 2 of 4", "PMI_RANK", "rank 1 of 2"]),
+        ({"PMIX_RANK": "3"}, ["PMIX_RANK is 3", "set RANK and WORLD_SIZE"]),
+        ({"PALS_RANKID": "0"}, ["PALS_RANKID is 0", "set RANK and WORLD_SIZE"]),
         (HYDRA | {"PMI_SIZE": ""}, ["PMI_RANK is 1", "PMI_SIZE is missing"]),
     ],
 )

@@ -291,8 +291,9 @@ def test_the_local_launcher_runs_a_script_with_its_arguments(tmp_path: Path) -> 
 
 def test_the_local_launcher_within_other_launchers(tmp_path: Path) -> None:
     torchrun = {"TORCHELASTIC_RUN_ID": "outer", "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "WORLD_SIZE": "9"}
-    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
-    done = launch(tmp_path, "well", **torchrun, **step)
+    step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "9"}
+    mpirun = {"PMI_RANK": "1", "PMI_SIZE": "9", "PMIX_RANK": "3"}
+    done = launch(tmp_path, "well", **torchrun, **step, **mpirun)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"{rank} ['well']" for rank in range(3)]
 
