@@ -28,7 +28,7 @@ from mdas.objects import any, average, broadcast_object
 from mdas.session import init, is_initialized, local_rank, local_size, node, rank, shutdown, size
 
 if TYPE_CHECKING:
-    from mdas.optimizer import DDPState, DistributedOptimizer, GradScaler, ddp_hook, join
+    from mdas.optimizer import DDPState, DistributedOptimizer, GradScaler, broadcast_state, ddp_hook, join
 
 __all__ = [
     "ClosedError",
@@ -54,6 +54,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "broadcast_state",
     "ddp_hook",
     "init",
     "is_initialized",
@@ -69,7 +70,7 @@ __all__ = [
 ]
 
 
-_NEED_TORCH = ("DDPState", "DistributedOptimizer", "GradScaler", "ddp_hook", "join")
+_NEED_TORCH = ("DDPState", "DistributedOptimizer", "GradScaler", "broadcast_state", "ddp_hook", "join")
 
 
 def __getattr__(name: str) -> Any:

@@ -53,6 +53,10 @@ class CoreCommunicator:
         self.size = size
         self.ranks = range(size) if ranks is None else ranks
 
+    @property
+    def closed(self) -> bool:
+        return self._engine.closed
+
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         from mdas import _core
 

@@ -39,7 +39,9 @@ class TorchCommunicator:
     Constructing it is collective: all ranks of `process_group` do so at the same point, since each lane gets
     a process group of its own (the same ranks and backend), in which it is ordered independently of the other
     lane and of what the script exchanges. (MPI alone makes a group of some ranks only if all ranks of the job
-    take part: there, all construct it.) Those groups last until `close()`, or until
+    take part: there, all construct it.) Of a group of some ranks, the others do not take part; from then on torch
+    counts process groups differently here and there, and a `torch.distributed.new_group()` of all ranks fails or
+    waits in vain: make all groups that the script needs before. Those groups of the lanes last until `close()`, or until
     `torch.distributed.destroy_process_group()`: to build several optimizers after each other, share one.
 
     "average" divides every rank's input before it is summed, as DistributedDataParallel does: the same bits as
@@ -102,6 +104,10 @@ class TorchCommunicator:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)
+
+    @property
+    def closed(self) -> bool:
+        return not self._lanes or not all(_known(lane.group) for lane in self._lanes.values())
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=self._device)
@@ -302,6 +308,15 @@ class _TorchWork:
 def _purpose(tag: int) -> str:
     found = tags.words(tag)
     return "" if found is None else f", {found}"
+
+
+def _known(group: dist.ProcessGroup) -> bool:
+    """Or has it been destroyed?"""
+    try:
+        dist.get_backend(group)
+    except ValueError:
+        return False
+    return True
 
 
 def _group_like(process_group: dist.ProcessGroup | None, config: str, timeout: float) -> dist.ProcessGroup:

@@ -57,6 +57,11 @@ class Communicator(Protocol):
         """
         ...
 
+    @property
+    def closed(self) -> bool:
+        """Is nothing to be exchanged through it any more: has this process left, or closed it?"""
+        ...
+
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeroed memory of shape (numel,) that the transport reaches without a copy."""
         ...
@@ -96,6 +101,7 @@ class AloneCommunicator:
     size = 1
     ranks = (0,)
     summation = "none"
+    closed = False
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype)

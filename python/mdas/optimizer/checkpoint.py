@@ -77,19 +77,23 @@ def of_one_rank(saved: dict[str, Any]) -> bool:
     return saved["base"] is not None and prediction is not None and prediction.alpha != 1.0
 
 
-def load(pipeline: Pipeline, saved: dict[str, Any], rank: int, predict: str) -> None:
-    """Goes on where `save` was called, with what `check` has found good. Parameters become the forward
-    weights.
-    """
-    layout = pipeline.layout
+def warn_of_another_rank(saved: dict[str, Any], rank: int) -> None:
+    """Is it a file of another rank that holds what is that rank's own?"""
     if of_one_rank(saved) and saved["rank"] != rank:
         logger.warning(
             "rank %d resumes from the file of rank %d: with predict=%r forward weights are each rank's own, "
             "so those of the next step are that rank's. Save and load a file per rank to resume exactly.",
             rank,
             saved["rank"],
-            predict,
+            saved["predict"],
         )
+
+
+def load(pipeline: Pipeline, saved: dict[str, Any], predict: str) -> None:
+    """Goes on where `save` was called, with what `check` has found good. Parameters become the forward
+    weights.
+    """
+    layout = pipeline.layout
     if saved["predict"] != predict:
         logger.warning("resuming with predict=%r what was trained with predict=%r", predict, saved["predict"])
     pipeline.restart()

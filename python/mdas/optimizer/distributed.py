@@ -455,13 +455,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if saved is not None:
             checkpoint.check(self._layout, saved)
         require_same((saved or {}).get("circumstances"), self._circumstances(saved))
+        if saved is not None:
+            checkpoint.warn_of_another_rank(saved, self._communicator.rank)
+        self._adopt(state_dict)
+
+    @torch.no_grad()
+    def _adopt(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with a state that fits, of whichever rank."""
+        saved = state_dict.get("mdas")
         self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != "mdas"})
         if saved is None:
             logger.warning("load_state_dict: a torch optimizer's state; delay and warm-up start anew")
             self._pipeline.restart()
             self._pipeline.measured.steps = 0
         else:
-            checkpoint.load(self._pipeline, saved, self._communicator.rank, self._predict)
+            checkpoint.load(self._pipeline, saved, self._predict)
         self._weights.forget()
 
     def _circumstances(self, saved: dict[str, Any] | None) -> Circumstances:

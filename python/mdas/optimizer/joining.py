@@ -7,16 +7,18 @@ hyper-parameters and of loss scales meanwhile; so a rank that had data to the la
 
 from __future__ import annotations
 
-import io
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mdas.communicator import Communicator, tags
+from mdas.communicator import tags
 from mdas.errors import InvalidArgumentError
+from mdas.optimizer.states import sent
 
 if TYPE_CHECKING:
     from mdas.optimizer.distributed import DistributedOptimizer
@@ -31,8 +33,12 @@ def opened(optimizer: DistributedOptimizer) -> None:
 
 
 def open_optimizers() -> list[DistributedOptimizer]:
-    """Those of this process that are not closed, in the order of their construction."""
-    alive = [(ref, optimizer) for ref in _open if (optimizer := ref()) is not None and not optimizer.closed]
+    """Those of this process that are not closed, nor their communicator, in the order of their construction."""
+    alive = [
+        (ref, optimizer)
+        for ref in _open
+        if (optimizer := ref()) is not None and not optimizer.closed and not optimizer._communicator.closed
+    ]
     _open[:] = [ref for ref, _ in alive]
     return [optimizer for _, optimizer in alive]
 
@@ -48,21 +54,69 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
 
     An exception leaves the block at once, without waiting; the other ranks learn of it as usual.
 
+    Of several optimizers, each may be used as often as the script likes, in the same order on all ranks; but a rank
+    that is done waits for the next step of each, so none may rest for longer than the communicator's timeout.
+
     Args:
-        optimizers: those that are used within; none: all `DistributedOptimizer`s of this process, in the order of
-            their construction.
+        optimizers: those that are used within; none: all open `DistributedOptimizer`s of this process.
 
     Raises:
-        InvalidArgumentError: there is none.
+        InvalidArgumentError: there is none, or two of them share a communicator.
     """
-    chosen = optimizers or tuple(open_optimizers())
+    chosen = tuple(dict.fromkeys(optimizers)) or tuple(open_optimizers())
     if not chosen:
         raise InvalidArgumentError("mdas.join(): there is no DistributedOptimizer yet; wrap the optimizer before")
+    exchanging = [id(optimizer._communicator) for optimizer in chosen if optimizer._communicator.size > 1]
+    if len(set(exchanging)) < len(exchanging):
+        raise InvalidArgumentError(
+            "mdas.join(): two of the optimizers share a communicator, whose operations all ranks call in one order; "
+            "but a rank without data does not know which of them comes next. Build each with a communicator of its own"
+        )
     yield
+    _until_all_are_idle(chosen)
     for optimizer in chosen:
-        while not optimizer._idle_step():
-            pass
         _level(optimizer)
+
+
+def _until_all_are_idle(optimizers: Sequence[DistributedOptimizer]) -> None:
+    """Idle steps of each, until all ranks make some.
+
+    Which of several comes next, only ranks with data know; so each has a thread of its own that waits for its turn.
+    Nothing orders what different optimizers exchange.
+    """
+    if len(optimizers) == 1:
+        _be_idle(optimizers[0])
+        return
+    ends: list[Future[None]] = []
+    for optimizer in optimizers:
+        ends.append(end := Future())
+        # Daemons, so that Ctrl-C, which comes to this thread, need not wait for them.
+        threading.Thread(target=_answer, args=(end, optimizer, _stream(optimizer)), daemon=True).start()
+    wait(ends, return_when=FIRST_EXCEPTION)
+    for end in ends:
+        if end.done():
+            end.result()
+
+
+def _answer(end: Future[None], optimizer: DistributedOptimizer, stream: torch.cuda.Stream | None) -> None:
+    try:
+        with torch.cuda.stream(stream):
+            _be_idle(optimizer)
+    except BaseException as error:  # whatever it is, whoever waits gets it
+        end.set_exception(error)
+    else:
+        end.set_result(None)
+
+
+def _be_idle(optimizer: DistributedOptimizer) -> None:
+    while not optimizer._idle_step():
+        pass
+
+
+def _stream(optimizer: DistributedOptimizer) -> torch.cuda.Stream | None:
+    """That of this thread for its parameters; a new thread would have another."""
+    device = optimizer._pipeline.layout.parameters[0].device
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def _level(optimizer: DistributedOptimizer) -> None:
@@ -83,12 +137,16 @@ def _level(optimizer: DistributedOptimizer) -> None:
         state = {"optimizer": optimizer.state_dict(), "parameters": [p.detach() for p in parameters], "scaler": None}
         if (scaler := _scaler(optimizer)) is not None:
             state["scaler"] = scaler.state_dict()
-    received = broadcast_state(communicator, state, source)
+    received = sent(
+        state,
+        communicator.rank == source,
+        lambda tensor: communicator.broadcast(tensor, source, tag=tags.JOINING).wait(),
+    )
     if pipeline.last_active < last:
         if pipeline.base is None:
             with torch.no_grad():
                 torch._foreach_copy_(parameters, received["parameters"])
-        optimizer.load_state_dict(received["optimizer"])
+        optimizer._adopt(received["optimizer"])
         # A rank without a single batch has shown us none: unless it makes one like ours, the next step says so.
         if received["scaler"] and (scaler := _scaler(optimizer)) is not None:
             scaler.load_state_dict(received["scaler"])
@@ -97,16 +155,3 @@ def _level(optimizer: DistributedOptimizer) -> None:
 
 def _scaler(optimizer: DistributedOptimizer) -> torch.amp.GradScaler | None:
     return None if optimizer._scaler is None else optimizer._scaler()
-
-
-def broadcast_state(communicator: Communicator, state: object, source: int) -> dict[str, Any]:
-    """What `source` has, on all ranks. As a file of torch.save, read without running anything in it."""
-    buffer = io.BytesIO()
-    if communicator.rank == source:
-        torch.save(state, buffer)
-    length = torch.tensor([buffer.tell()], dtype=torch.int64)
-    communicator.broadcast(length, source, tag=tags.JOINING).wait()
-    content = torch.frombuffer(bytearray(buffer.getvalue().ljust(int(length), b"\0")), dtype=torch.uint8)
-    communicator.broadcast(content, source, tag=tags.JOINING).wait()
-    received: dict[str, Any] = torch.load(io.BytesIO(bytes(content.numpy())), weights_only=True)
-    return received

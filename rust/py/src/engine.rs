@@ -102,6 +102,12 @@ impl Engine {
         self.engine.transport_name()
     }
 
+    /// Has this process left the job, or has the engine failed for good?
+    #[getter]
+    fn closed(&self) -> bool {
+        self.engine.is_closed()
+    }
+
     /// Makes a group of these world ranks; its members all call this, for groups of the same set of ranks and the
     /// same `purpose` in the same order. Returns its number.
     #[pyo3(signature = (ranks, purpose=""))]

@@ -70,6 +70,7 @@ class FakeCommunicator:
     """One rank's end. The result appears when the last rank has called."""
 
     summation = "in rank order"
+    closed = False
 
     def __init__(self, network: FakeNetwork, rank: int) -> None:
         self._network = network

@@ -1,12 +1,16 @@
 """Ranks with different numbers of batches, under `mdas.join`."""
 
+import time
+
 import pytest
 import torch
 from ranks import on_core_ranks, on_ranks
 
 import mdas
-from mdas.errors import InvalidArgumentError, MismatchError
-from training import base, both_exchanges, exchanged, loss, mlp, sgd, train, wrapped
+from mdas import _core
+from mdas.communicator import CoreCommunicator
+from mdas.errors import InvalidArgumentError, MismatchError, PeerLostError
+from training import base, both_exchanges, exchanged, flat, loss, mlp, sgd, train, wrapped
 
 BATCHES = (3, 9, 6)
 """Of each rank."""
@@ -144,6 +148,102 @@ def test_ranks_without_data_are_not_compared():
             train(optimizer, model, range(20, 24), communicator.rank)
 
     on_core_ranks(3, body)
+
+
+EVERY = (1, 2)
+"""The first optimizer makes a step for every batch, the second one for every other."""
+
+
+def two_references():
+    """As `reference`, of two models with an optimizer each."""
+    models = [mlp(seed) for seed in range(2)]
+    optimizers = [sgd(model) for model in models]
+    for step in range(max(BATCHES)):
+        having = [rank for rank, count in enumerate(BATCHES) if step < count]
+        for model, optimizer, every in zip(models, optimizers, EVERY, strict=True):
+            if step % every == 0:
+                optimizer.zero_grad()
+                sum(loss(model, step, rank) / len(having) for rank in having).backward()
+                optimizer.step()
+    return [flat(model) for model in models]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "options", [{"schedule": "sync"}, {"predict": "sketch", "sketch_rank": 24}, {"predict": "blend"}], ids=str
+)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_two_optimizers_each_at_its_own_pace(options, interleaved):
+    def body(communicator):
+        models = [mlp(seed) for seed in range(2)]
+        engine, everyone = communicator._engine, list(range(communicator.size))
+        own = [CoreCommunicator(engine, engine.new_group(everyone), communicator.rank, len(everyone)) for _ in models]
+        optimizers = [wrapped(model, exchange, **options) for model, exchange in zip(models, own, strict=True)]
+        with mdas.join(*optimizers):
+            for step in range(BATCHES[communicator.rank]):
+                pairs = zip(models, optimizers, EVERY, strict=True)
+                using = [(model, optimizer) for model, optimizer, every in pairs if step % every == 0]
+                for model, optimizer in using:
+                    optimizer.zero_grad()
+                    loss(model, step, communicator.rank).backward()
+                    if not interleaved:
+                        optimizer.step()
+                if interleaved:
+                    for _, optimizer in reversed(using):
+                        optimizer.step()
+        return [base(*pair) for pair in zip(models, optimizers, strict=True)]
+
+    out = on_core_ranks(3, body)
+    for weights in out:
+        assert all(torch.equal(ours, first) for ours, first in zip(weights, out[0], strict=True))
+        if options != {"predict": "blend"}:  # the others equal training without a delay, to rounding
+            for ours, theirs in zip(weights, two_references(), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_two_optimizers_of_one_communicator_are_refused():
+    def body(communicator):
+        optimizers = [wrapped(mlp(seed), communicator, schedule="sync") for seed in range(2)]
+        with pytest.raises(InvalidArgumentError, match="share a communicator"), mdas.join(*optimizers):
+            pass
+
+    on_ranks(2, body)
+
+
+@pytest.mark.timeout(120)
+def test_a_failure_of_one_of_two_optimizers_ends_the_wait_for_both():
+    def body(communicator):
+        engine = communicator._engine
+        own = [CoreCommunicator(engine, engine.new_group([0, 1]), communicator.rank, 2) for _ in range(2)]
+        first, second = [wrapped(mlp(seed), own[seed], schedule="sync") for seed in range(2)]
+        if communicator.rank == 1:
+            time.sleep(1.0)  # meanwhile rank 0 waits for a step of either
+            engine.shutdown(1.0)
+            return
+        with pytest.raises(PeerLostError), mdas.join(first, second):
+            pass
+
+    on_core_ranks(2, body)
+
+
+def test_ranks_that_were_done_early_take_the_state_of_another_without_a_word_of_files(caplog, monkeypatch):
+    """With "blend" forward weights are each rank's own; here that of another rank is wanted."""
+    monkeypatch.setenv("MDAS_DETERMINISTIC", "1")
+    for weights, _, _ in (out := joined(sgd, predict="blend")):
+        assert torch.equal(weights, out[0][0])
+    assert "resumes from the file" not in caplog.text
+
+
+def test_those_of_a_job_that_has_ended_are_not_meant(monkeypatch):
+    monkeypatch.setattr("mdas.optimizer.joining._open", [])
+    engine = _core.loopback(1, _core.EngineSettings())[0]
+    optimizer = wrapped(mlp(), CoreCommunicator(engine, 0, 0, 1))
+    with mdas.join():
+        pass
+    engine.shutdown(1.0)
+    with pytest.raises(InvalidArgumentError, match="no DistributedOptimizer yet"), mdas.join():
+        pass
+    assert not optimizer.closed
 
 
 def test_without_an_optimizer_it_says_so(monkeypatch):

@@ -125,6 +125,11 @@ impl Engine {
         self.transport_name
     }
 
+    /// Does it take no more calls?
+    pub fn is_closed(&self) -> bool {
+        self.shared.closed.load(Ordering::Acquire)
+    }
+
     /// All ranks.
     pub fn world(&self) -> GroupId {
         GroupId(0)
