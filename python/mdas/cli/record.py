@@ -53,6 +53,11 @@ class Recorder:
         """As `inner`'s."""
         return self.inner.summation
 
+    @property
+    def closed(self) -> bool:
+        """As `inner`'s."""
+        return self.inner.closed
+
     def forget(self) -> None:
         """Starts anew."""
         self.waits.clear()

@@ -41,8 +41,8 @@ class TorchCommunicator:
     lane and of what the script exchanges. (MPI alone makes a group of some ranks only if all ranks of the job
     take part: there, all construct it.) Of a group of some ranks, the others do not take part; from then on torch
     counts process groups differently here and there, and a `torch.distributed.new_group()` of all ranks fails or
-    waits in vain: make all groups that the script needs before. Those groups of the lanes last until `close()`, or until
-    `torch.distributed.destroy_process_group()`: to build several optimizers after each other, share one.
+    waits in vain: make all groups that the script needs before. Those groups of the lanes last until `close()`,
+    or until `torch.distributed.destroy_process_group()`: to build several optimizers after each other, share one.
 
     "average" divides every rank's input before it is summed, as DistributedDataParallel does: the same bits as
     dividing the sum, where the group's size is a power of two. float16 and bfloat16 in CPU memory are reduced

@@ -87,9 +87,9 @@ def _until_all_are_idle(optimizers: Sequence[DistributedOptimizer]) -> None:
     if len(optimizers) == 1:
         _be_idle(optimizers[0])
         return
-    ends: list[Future[None]] = []
+    ends: list[_End] = []
     for optimizer in optimizers:
-        ends.append(end := Future())
+        ends.append(end := _End())
         # Daemons, so that Ctrl-C, which comes to this thread, need not wait for them.
         threading.Thread(target=_answer, args=(end, optimizer, _stream(optimizer)), daemon=True).start()
     wait(ends, return_when=FIRST_EXCEPTION)
@@ -98,14 +98,23 @@ def _until_all_are_idle(optimizers: Sequence[DistributedOptimizer]) -> None:
             end.result()
 
 
-def _answer(end: Future[None], optimizer: DistributedOptimizer, stream: torch.cuda.Stream | None) -> None:
-    try:
-        with torch.cuda.stream(stream):
-            _be_idle(optimizer)
-    except BaseException as error:  # whatever it is, whoever waits gets it
-        end.set_exception(error)
-    else:
-        end.set_result(None)
+class _End(Future[None]):
+    """Of a block in another thread: whoever waits gets what it raised, whatever it is."""
+
+    def __enter__(self) -> None:
+        self.set_running_or_notify_cancel()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is None:
+            self.set_result(None)
+        else:
+            self.set_exception(error)
+        return True
+
+
+def _answer(end: _End, optimizer: DistributedOptimizer, stream: torch.cuda.Stream | None) -> None:
+    with end, torch.cuda.stream(stream):
+        _be_idle(optimizer)
 
 
 def _be_idle(optimizer: DistributedOptimizer) -> None:

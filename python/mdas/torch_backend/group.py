@@ -128,8 +128,8 @@ class ProcessGroup(_Base):  # type: ignore[misc]
             self.mesh.shutdown(min(self._timeout, _MAX_SHUTDOWN_SECONDS))
 
     def abort(self) -> None:
-        """Leaves at once: what is in flight fails. In a group that shares an engine, which stays for the others, it
-        fails after its timeout.
+        """Leaves without waiting for what is in flight, which fails within two seconds. In a group that shares an
+        engine, which stays for the others, it fails after its timeout.
         """
         if self._owner:
             self.mesh.shutdown(0.0)
