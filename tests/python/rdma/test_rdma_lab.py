@@ -1,6 +1,6 @@
 """RDMA on a real device of the kernel: two virtual machines with Soft-RoCE (see tests/rdma).
 
-All scenarios of guest.py run in one pair of machines; each test looks at what one of them has found.
+All scenarios run in one pair of machines; each test looks at what one of them has found.
 """
 
 import json
@@ -33,6 +33,11 @@ def device_tests():
     return program
 
 
+def _tail(file):
+    text = file.read_text(errors="replace") if file.exists() else "(not there)"
+    return "\n".join([f"-- {file.parent.name}/{file.name}", *text.splitlines()[-40:]])
+
+
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     """What every scenario has found: `lab(name)` gives the results of both hosts."""
@@ -50,11 +55,9 @@ def lab(tmp_path_factory):
 
     def found(name):
         hosts = [out / f"host{host}" for host in (0, 1)]
-        for host in hosts:
-            log = host / f"{name}.log"
-            assert (host / f"{name}.json").exists(), (
-                f"{done.stdout}\n{done.stderr}\n{log.read_text() if log.exists() else ''}"
-            )
+        if not all((host / f"{name}.json").exists() for host in hosts):
+            logs = [_tail(host / file) for host in hosts for file in (f"{name}.log", "console.log")]
+            pytest.fail("\n".join([f"{name} has no result; the laboratory:", done.stdout, done.stderr, *logs]))
         return [json.loads((host / f"{name}.json").read_text()) for host in hosts]
 
     return found
