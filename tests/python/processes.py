@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,10 +23,16 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    import nursery
 
 LAUNCHER_VARIABLES = ("MDAS_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_", "MPI_")
 LAUNCHER_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+IMPORTS_TORCH = re.compile(r"^\s*(import|from) torch\b", re.MULTILINE)
+"""A worker whose file says so starts in a process that already has it."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ class Ranks:
         self._started = time.monotonic()
         self._ended: dict[int, float] = {}
         self._files = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="mdas-ranks-")))
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes] | nursery.Child] = []
         try:
             for rank in range(size):
                 self.processes.append(self._spawn(rank, size, worker, arguments, {**(env or {}), **rank_env(rank)}))
@@ -99,11 +106,13 @@ class Ranks:
         worker: Callable[..., Any] | Sequence[str],
         arguments: Sequence[Any],
         env: Mapping[str, str],
-    ) -> subprocess.Popen[bytes]:
+    ) -> subprocess.Popen[bytes] | nursery.Child:
         if callable(worker):
-            code = worker.__code__
-            command = [sys.executable, __file__, code.co_filename, worker.__name__, json.dumps(arguments)]
+            file = Path(worker.__code__.co_filename)
+            work = [str(file), worker.__name__, json.dumps(arguments)]
+            command = [sys.executable, __file__, *work]
         else:
+            file = None
             command = [*worker, *(str(argument) for argument in arguments)]
         place = {
             "RANK": str(rank),
@@ -114,10 +123,15 @@ class Ranks:
             "MASTER_PORT": str(self.port),
             "MDAS_TEST_RESULT": str(self._files / f"{rank}.json"),
         }
+        environment = {**clean_environment(), **place, **env}
         with open(self._files / f"{rank}.out", "wb") as out, open(self._files / f"{rank}.err", "wb") as err:
+            if file is not None and IMPORTS_TORCH.search(file.read_text()):
+                import nursery
+
+                return nursery.of(rank).start(work, environment, out, err)
             return subprocess.Popen(
                 command,
-                env={**clean_environment(), **place, **env},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -214,7 +228,8 @@ def run(
         return results
 
 
-def _main(file: str, function: str, arguments: str) -> None:
+def work(file: str, function: str, arguments: str) -> None:
+    """Calls the worker, in its own process, and keeps what it returns."""
     sys.path[:0] = [str(Path(__file__).parent), str(Path(file).parent)]
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
@@ -229,4 +244,4 @@ def _main(file: str, function: str, arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    work(*sys.argv[1:])
