@@ -124,7 +124,7 @@ class Collector:
         self._refusal: str | None = None
         self._why_ended = ""
         self._handles: list[RemovableHandle] = [
-            place.parameter.register_post_accumulate_grad_hook(self._hook(place))  # type: ignore[no-untyped-call]
+            place.parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self), place.index))  # type: ignore[no-untyped-call]
             for place in layout.places
         ]
         with _lock:
@@ -215,33 +215,27 @@ class Collector:
             raise RuntimeError(self._why_ended)
         return self._round
 
-    def _hook(self, place: Place) -> Callable[[Tensor], None]:
-        index, bucket = place.index, place.bucket
-
-        def collect(parameter: Tensor) -> None:
-            if self._paused:
-                return
-            if self._refusal is not None:
-                raise RuntimeError(self._refusal)
-            round = self._current()
-            if round.used[index]:
-                raise RuntimeError(
-                    f"parameter {place.name!r} got a second gradient before optimizer.step(): its first "
-                    "is already being exchanged. Accumulate over several backward passes under "
-                    "`with optimizer.no_sync():`, all but the last one; and call step() after every "
-                    "backward pass outside it (of this optimizer, not of the one that it wraps). If a backward "
-                    "pass has raised an exception, call step() for it all the same, since all ranks make the "
-                    "same number of steps: gradients it has not reached count as p.grad stands, None as zero."
-                )
-            gradient = parameter.grad
-            assert gradient is not None
-            self._take(round, place, gradient)
-            self._taken[index] = gradient, local(gradient)._version
-            self._missing[bucket] -= 1
-            if not self._missing[bucket]:
-                self._hand_on(round)
-
-        return collect
+    def _collect(self, place: Place, gradient: Tensor) -> None:
+        """Takes what backward has left in `param.grad`."""
+        if self._paused:
+            return
+        if self._refusal is not None:
+            raise RuntimeError(self._refusal)
+        round = self._current()
+        if round.used[place.index]:
+            raise RuntimeError(
+                f"parameter {place.name!r} got a second gradient before optimizer.step(): its first "
+                "is already being exchanged. Accumulate over several backward passes under "
+                "`with optimizer.no_sync():`, all but the last one; and call step() after every "
+                "backward pass outside it (of this optimizer, not of the one that it wraps). If a backward "
+                "pass has raised an exception, call step() for it all the same, since all ranks make the "
+                "same number of steps: gradients it has not reached count as p.grad stands, None as zero."
+            )
+        self._take(round, place, gradient)
+        self._taken[place.index] = gradient, local(gradient)._version
+        self._missing[place.bucket] -= 1
+        if not self._missing[place.bucket]:
+            self._hand_on(round)
 
     def _warn_of_changes(self) -> None:
         """Clipping by hand, say, would otherwise do nothing, silently."""
@@ -272,3 +266,17 @@ class Collector:
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._filled(round, self._next)
             self._next += 1
+
+
+def _hook(collector: weakref.ref[Collector], index: int) -> Callable[[Tensor], None]:
+    """For a parameter. It keeps nothing alive: torch holds it where the garbage collector does not look, and what leads
+    back to the parameter from there would never be freed.
+    """
+
+    def collect(parameter: Tensor) -> None:
+        taker = collector()
+        if taker is not None:
+            assert parameter.grad is not None
+            taker._collect(taker.layout.places[index], parameter.grad)
+
+    return collect

@@ -1,7 +1,9 @@
 """What is refused, and how ranks come to start from the same weights."""
 
 import contextlib
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -277,3 +279,19 @@ def test_a_deterministic_that_makes_no_sense_is_told_at_once(monkeypatch):
     monkeypatch.setenv("MDAS_DETERMINISTIC", "yes")
     with pytest.raises(ConfigurationError, match="MDAS_DETERMINISTIC"):
         wrapped(mlp(), AloneCommunicator())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_is_dropped_is_freed(trained):
+    """Parameters as well: torch holds the hooks on them, and through those they would hold each other."""
+
+    def body(communicator):
+        model = mlp()
+        optimizer = wrapped(model, communicator, predict="sketch")
+        if trained:
+            train(optimizer, model, range(3), communicator.rank)
+        return [weakref.ref(one) for one in (communicator, optimizer, model, *model.parameters())]
+
+    dropped = on_ranks(2, body)
+    gc.collect()
+    assert [[one() for one in ours] for ours in dropped] == [[None] * 9] * 2
